@@ -16,17 +16,16 @@ import json
 import platform
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import throughtime as tt
-from throughtime.app.config import Config
-from throughtime.app.dataset import training_stream
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.load import load_run
+from throughtime.app.model import make_stream
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.evaluation import Evaluator
 
@@ -58,8 +57,8 @@ def one_run(data: str, row: str, seed: int, updates: int, out: Path) -> dict[str
     began = time.perf_counter()
     training = Training.begin(config)
     if row == "windows":
-        windows = replace(training.dataset, train=tt.windows(training.dataset.train, STRIDE))
-        training.stream = training_stream(windows, config, 1)
+        cut = tt.windows(training.dataset.train, STRIDE)
+        training.stream = make_stream(cut, training.spec, config, config.lanes, seed=seed)
     training.run()
     seconds = time.perf_counter() - began
     settings = {key: str(value) for key, value in config.settings().items()}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from throughtime.app.recordings import open_recordings
+from throughtime.app.data import open_recordings
 from throughtime.errors import ThroughtimeError
 from throughtime.stream.formats import Table, arrow, open_table
 from throughtime.stream.formats import csv as csv_format

@@ -124,7 +124,7 @@ def test_every_format_trains_and_is_scored(
     data, columns = written(tmp_path)
     said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
     assert "steps/s" in said
-    assert "scores on the unbroken recordings of 'valid'" in said
+    assert "whole recording of 'valid', the state carried" in said
     rows = RunFolder(tmp_path / "run").read_metrics()
     assert rows[0]["kind"] == "data"
     assert rows[-1]["kind"] == "valid"
@@ -164,7 +164,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_eval_prints_and_keeps_scores_by_recording(trained: tuple[Path, Path]) -> None:
     folder, data = trained
     said = run("eval", folder, data, "--split", "valid")
-    assert "f1[high]" in said
+    assert "class or target" in said
+    assert "auroc" in said
+    assert "true class" in said
     content = json.loads((folder / "scores-valid.json").read_text(encoding="utf-8"))
     assert content["steps"] == STEPS * 0.2
     assert "Scores: valid" in (folder / "report.html").read_text(encoding="utf-8")
@@ -194,7 +196,7 @@ def test_predict_writes_what_the_library_predicts(
 
 
 def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_path: Path) -> None:
-    for count, shown in ((40, True), (41, False)):
+    for count, shown in ((12, True), (13, False)):
         rows = ["id,split,inputs,label"]
         for i in range(count + 2):
             np.save(tmp_path / f"{i}.npy", np.full(5, i))
@@ -215,11 +217,8 @@ def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_pat
             "--out",
             tmp_path / f"r{count}",
         )
-        assert ("clip30" in said) == shown
-        assert (
-            f"({count}, each of them in {tmp_path / f'r{count}' / 'metrics.jsonl'})"
-            in said.replace("\n", "")
-        ) != shown
+        assert ("clip7" in said) == shown
+        assert f"{count} whole recordings of 'valid', the state carried" in said
 
 
 def test_resuming_a_finished_run_says_so_and_how_to_train_on(trained: tuple[Path, Path]) -> None:
@@ -333,51 +332,6 @@ def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it(
     assert (remembered == task.labels).mean() == pytest.approx(BEST, abs=0.003)
 
 
-@pytest.mark.slow
-def test_predicting_twenty_times_the_length_takes_no_more_memory(tmp_path: Path) -> None:
-    """Peak resident memory of the whole process, over a memory-mapped int16 recording."""
-    np.save(
-        tmp_path / "d.npy", np.stack([np.zeros(500), np.arange(500) % 2], axis=1).astype(np.int16)
-    )
-    settings = [
-        "--task",
-        "classify",
-        "--inputs",
-        "0",
-        "--targets",
-        "1",
-        "--hidden",
-        "8",
-        "--lanes",
-        "1",
-        "--updates",
-        "3",
-    ]
-    run("train", tmp_path / "d.npy", *settings, "--out", tmp_path / "run")
-    peaks: list[int] = []
-    for steps in (500_000, 10_000_000):
-        np.lib.format.open_memmap(
-            tmp_path / "x.npy", mode="w+", dtype=np.int16, shape=(steps,)
-        ).flush()
-        peaks.append(
-            _peak_of("predict", tmp_path / "run", tmp_path / "x.npy", "--out", tmp_path / "out.npy")
-        )
-    assert peaks[1] < peaks[0] + 60e6, peaks
-
-
-def _peak_of(*arguments: str | Path) -> int:
-    """Bytes that the command held at most, as its parent is told when it ends."""
-    words = [sys.executable, "-m", "throughtime", *map(str, arguments)]
-    script = (
-        f"import resource, subprocess; subprocess.run({words!r}, check=True);"
-        " print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    return int(process.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
-
-
 def test_the_module_is_the_command() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "throughtime", "--version"],
@@ -429,10 +383,9 @@ def test_advice_is_an_option_of_the_command(trained: tuple[Path, Path], tmp_path
     lines = data.read_text(encoding="utf-8").splitlines()
     lines[3] = ",".join(["nan", *lines[3].split(",")[1:]])
     gap.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for command in ("eval", "audit"):
-        complained = run(command, folder, gap, "--split", "all", ok=False)
-        assert "has an input that is NaN or infinite" in complained
-        assert complained.endswith("or mask them: missing='mask' (--missing mask)\n")
+    complained = run("eval", folder, gap, "--split", "all", ok=False)
+    assert "has 1 input that is NaN or infinite" in complained
+    assert complained.endswith("or mask them: missing='mask' (--missing mask)\n")
     complained = run("predict", folder, gap, "--out", tmp_path / "p.csv", ok=False)
     assert complained.endswith(
         "(--missing mask); on_nan='hold' (--on-nan hold) leaves such steps out\n"

@@ -4,10 +4,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from test_cli import run, signals
-from throughtime.app.flags import print_error
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
@@ -28,11 +26,3 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> N
     said = run("train", tmp_path / "plant.npz", *words, "--out", tmp_path / "run")
     updates = re.findall(r"^update (\d+)/50  loss .* left  [\d,]+ steps/s", said, re.MULTILINE)
     assert updates == ["1", "11", "21", "31", "41", "50"]
-
-
-def test_an_error_is_one_plain_line_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    long = "a folder " * 30 + "[red] :warning:"
-    print_error(long)
-    assert capsys.readouterr().err == f"error: {long}\n"

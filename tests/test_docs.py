@@ -104,7 +104,7 @@ def test_the_commands_of_the_pages_run(
             main()
         assert ended.value.code in {0, None}, capsys.readouterr().err
     assert len(mine) == 10
-    assert (tmp_path / "predictions" / "valve1" / "0.npy").is_file()
+    assert (tmp_path / "predictions" / "valve1" / "0.csv").is_file()
     assert np.load(tmp_path / "200.npy").shape == (900, 3)
 
 
@@ -129,7 +129,7 @@ def test_every_page_that_is_linked_exists() -> None:
 
 def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     from throughtime.app.cli import commands
-    from throughtime.app.config import Config
+    from throughtime.app.settings import Config
 
     train = commands.commands["train"]
     flags = {p.name for p in train.params} - {"config", "resume", "trust_code"}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import throughtime as tt
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.data import Dataset, open_dataset
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec
+from throughtime.app.settings import Config
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import find_recordings, read_folder
 
@@ -51,7 +51,7 @@ def test_sub_folders_called_like_splits_are_splits(valid: str, tmp_path: Path) -
     settings = {"data": str(folder), "task": "regress", "targets": ["y"], "out": str(tmp_path)}
     data = open_dataset(Config(**settings))
     assert (len(data.train), len(data.valid)) == (2, 1)
-    assert data.remarks[0] == "splits as in the data (test 1, train 2, valid 1)"
+    assert data.remarks[0] == "splits as in the data (train 2, valid 1)"
 
 
 def test_recordings_beside_or_in_two_splits_are_refused(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def dataset(folder: Path, **settings: Any) -> Any:
 def test_columns_that_are_excluded_and_times_are_no_inputs(tmp_path: Path) -> None:
     """A mutant that ignores `exclude` has the column of change points among the inputs."""
     data = dataset(anomaly_files(tmp_path), exclude=["changepoint"])
-    assert data.spec.layout.inputs == ("Current", "Volume Flow RateRMS")
-    assert data.spec.classes == ("0", "1")
+    assert data.layout.inputs == ("Current", "Volume Flow RateRMS")
+    assert data.classes == ("0", "1")
     assert data.train[0].read(0, 5).inputs.shape == (5, 2)
-    assert dataset(tmp_path).spec.layout.inputs[-1] == "changepoint"
+    assert dataset(tmp_path).layout.inputs[-1] == "changepoint"
 
 
 def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_path: Path) -> None:
@@ -156,9 +156,11 @@ def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
         dataset(path)
 
 
-def reading(spec: ModelSpec) -> Run:
+def reading(data: Dataset) -> Run:
     """A run that only reads recordings."""
-    return Run(Path(), tt.carry(torch.nn.GRU(1, 1)), spec, Config(data="d"))
+    config = Config(data="d")
+    spec = ModelSpec.from_data(config, data)
+    return Run(Path(), tt.carry(torch.nn.GRU(1, 1)), spec, config)
 
 
 def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
@@ -173,16 +175,16 @@ def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
 def test_evenly_spaced_time_stamps_are_the_rate_of_a_run(tmp_path: Path) -> None:
     """Mutant: one that `--rate` does not replace."""
     data = dataset(hourly(tmp_path / "a", {"x": 30, "y": 30}))
-    assert data.spec.layout.inputs == ("u",)
-    assert data.spec.layout.rate == pytest.approx(1 / 1800)
+    assert data.layout.inputs == ("u",)
+    assert data.layout.rate == pytest.approx(1 / 1800)
     mixed = hourly(tmp_path / "b", {"x": 30, "y": 60})
     with pytest.raises(DataError, match=r"y.csv has 0.00027\S* rows per second, .* --rate N"):
         dataset(mixed)
-    spec = dataset(mixed, rate=2.0).spec
-    assert (spec.layout.rate, spec.layout.rate_set) == (2.0, True)
+    other = dataset(mixed, rate=2.0)
+    assert (other.layout.rate, other.layout.rate_set) == (2.0, True)
     with pytest.raises(DataError, match=r"what the model was trained on has 0.00055"):
-        reading(data.spec).recording(mixed / "y.csv")
-    assert len(reading(spec).recording(mixed / "y.csv")) == 60
+        reading(data).recording(mixed / "y.csv")
+    assert len(reading(other).recording(mixed / "y.csv")) == 60
     assert tt.recordings(mixed, targets="anomaly", rate=2.0)["train"]
 
 
@@ -190,6 +192,6 @@ def test_unevenly_spaced_time_stamps_have_no_rate(tmp_path: Path) -> None:
     folder = hourly(tmp_path / "a", {"x": 30, "y": 30})
     lines = (folder / "y.csv").read_text().splitlines()
     (folder / "y.csv").write_text("\n".join(lines[:20] + lines[22:]))
-    assert dataset(folder).spec.layout.rate == pytest.approx(1 / 1800)  # of the even one
+    assert dataset(folder).layout.rate == pytest.approx(1 / 1800)  # of the even one
     with pytest.raises(ConfigError, match=r"--rate 0.0: Input should be greater than 0"):
         dataset(folder, rate=0.0)

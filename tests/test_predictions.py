@@ -41,18 +41,16 @@ def listing(folder: Path) -> list[str]:
     return sorted(files - {"predictions.json"})
 
 
-@pytest.mark.parametrize("form", ["npy", "csv"])
 def test_every_recording_has_a_file_with_what_a_single_prediction_writes(
-    trained: tuple[Path, Path], form: str, tmp_path: Path
+    trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, data = trained
     out = tmp_path / "p"
-    printed = run("predict", folder, data, "--split", "all", "--out", out, "--format", form)
+    printed = run("predict", folder, data, "--split", "all", "--out", out)
     assert printed.count(": 200 steps\n") == 5
-    assert listing(out) == [f"{name}.{form}" for name in NAMES]
-    single = tmp_path / f"single.{form}"
-    run("predict", folder, data / "valve1/1.csv", "--out", single)
-    assert single.read_bytes() == (out / f"valve1/1.{form}").read_bytes()
+    assert listing(out) == [f"{name}.csv" for name in NAMES]
+    run("predict", folder, data / "valve1/1.csv", "--out", tmp_path / "single.csv")
+    assert (tmp_path / "single.csv").read_bytes() == (out / "valve1/1.csv").read_bytes()
 
 
 def test_columns_are_named_by_class_and_times_are_those_of_the_source(
@@ -60,11 +58,11 @@ def test_columns_are_named_by_class_and_times_are_those_of_the_source(
 ) -> None:
     folder, data = trained
     monkeypatch.chdir(tmp_path)
-    run("predict", folder, data / "other/9.csv", "--format", "npy")
-    assert [path.name for path in tmp_path.iterdir()] == ["predictions.npy"]
+    run("predict", folder, data / "other/9.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.csv"]
     for form in ("npy", "csv"):
         run("predict", folder, data / "other/9.csv", "--out", tmp_path / f"p.{form}")
-    assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "predictions.npy").read_bytes()
+    assert (tmp_path / "p.csv").read_bytes() == (tmp_path / "predictions.csv").read_bytes()
     with (tmp_path / "p.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = ["step", "time", "class", "p[0]", "p[1]"]
@@ -102,11 +100,11 @@ def test_recordings_need_no_targets_to_be_predicted(
         (tmp_path / "new" / name).mkdir(parents=True)
         cut = [";".join(line.split(";")[:3]) for line in lines]
         (tmp_path / "new" / name / "x.csv").write_text("\n".join(cut))
-    run("predict", folder, tmp_path / "new", "--out", tmp_path / "p", "--format", "npy")
-    whole = tmp_path / "whole.npy"
+    run("predict", folder, tmp_path / "new", "--out", tmp_path / "p")
+    whole = tmp_path / "whole.csv"
     run("predict", folder, data / "other/9.csv", "--out", whole)
     for name in ("a", "b"):
-        assert (tmp_path / "p" / name / "x.npy").read_bytes() == whole.read_bytes()
+        assert (tmp_path / "p" / name / "x.csv").read_bytes() == whole.read_bytes()
 
 
 def test_an_error_leaves_whole_files_and_says_which(
@@ -131,7 +129,7 @@ def test_an_error_leaves_whole_files_and_says_which(
 REFUSED = [
     (
         ["{data}", "--out", "p.csv"],
-        "--out p.csv: predictions are written as .npy, .csv, those of many recordings to a folder",
+        "--out p.csv: predictions are written as .npy or .csv, those of many recordings as .csv",
     ),
     (["{data}", "--out", "{data}"], "is a recording itself; choose another --out"),
 ]

@@ -7,6 +7,7 @@ weight.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from torch import Tensor
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.data import Statistics, open_dataset
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
-from throughtime.app.recordings import collect_statistics
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
@@ -39,7 +39,7 @@ counter = itertools.count()
 
 def valid_scores(folder: RunFolder) -> dict[str, Any]:
     """The scores of a run on what it held out, without the path of the data."""
-    return evaluate_run(load_run(folder.path), None, "valid") | {"data": ""}
+    return asdict(evaluate_run(load_run(folder.path), None, "valid")) | {"data": ""}
 
 
 def signal(name: str, width: int = 2) -> Array:
@@ -149,18 +149,16 @@ def test_a_label_is_the_target_of_the_last_step_of_its_recording(tmp_path: Path,
     labels = (
         {"a": "x", "b": "y", "c": "x"} if task == "classify" else {"a": "1.5", "b": "-2", "c": "0"}
     )
+    expected: dict[str, Sequence[object]] = {
+        n: [labels[n] if i == ROWS[n] - 1 else None for i in range(ROWS[n])] for n in NAMES
+    }
+    plain = per_step(tmp_path / "plain", expected)
     labelled = write(
-        tmp_path / "labelled",
+        plain.parent / "labelled",
         "id,split,inputs,label",
         [f"{n},{SPLITS[n]},../plain/{n}.npy,{labels[n]}" for n in NAMES],
     )
-    for late, same in ((0, True), (1, False)):
-        expected: dict[str, Sequence[object]] = {
-            n: [labels[n] if i == ROWS[n] - 1 - late else None for i in range(ROWS[n])]
-            for n in NAMES
-        }
-        plain = chunks(per_step(tmp_path / "plain", expected), task=task, **Y)
-        assert fed_the_same(plain, chunks(labelled, task=task)) == same
+    assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task))
 
 
 def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> None:
@@ -177,7 +175,7 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
     }
     found = open_dataset(Config(**settings(folder, tmp_path / "r", task="regress"))).statistics
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
-    assert found.missing_targets == ROWS["a"] + ROWS["b"] - 90
+    assert found.without_target == ROWS["a"] + ROWS["b"] - 90
 
 
 def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> None:
@@ -194,17 +192,14 @@ def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> N
         write(folder, "id,split,inputs,targets", rows)
         assert fed_the_same(chunks(plain, **Y), chunks(folder, **Y))
         assert not fed_the_same(chunks(plain, **Y), chunks(folder, inputs=swapped.split(","), **Y))
-        assert (
-            open_dataset(Config(**settings(folder, tmp_path / "r", **Y))).spec.layout.inputs
-            == names
-        )
+        assert open_dataset(Config(**settings(folder, tmp_path / "r", **Y))).layout.inputs == names
     trained, whole = (
         finish(settings(folder, tmp_path / "r1", updates=3, **Y)),
         finish(settings(plain, tmp_path / "r2", updates=3, **Y)),
     )
     for each in (trained, whole):
-        run("predict", each.path, "--format", "npy", "--out", each.path / "p")
-    assert np.array_equal(*(np.load(each.path / "p" / "c.npy") for each in (trained, whole)))
+        run("predict", each.path, "--out", each.path / "p")
+    assert len({(each.path / "p" / "c.csv").read_bytes() for each in (trained, whole)}) == 1
 
 
 def test_static_features_are_constant_columns(tmp_path: Path) -> None:
@@ -231,18 +226,9 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
         ("age", "weight"),
     )
     assert repr(valid_scores(one)) == repr(valid_scores(other))  # a metric may be NaN
-    trained = load_run(one.path)
-    mine, _ = tt.predict(trained.net, trained.recording(plain / "c.npy", {"weight": 3, "age": -2}))
     for folder in (one, other):
-        run("predict", folder.path, "--format", "npy", "--out", folder.path / "p")
-    assert np.array_equal(*(np.load(folder.path / "p" / "c.npy") for folder in (one, other)))
-    np.testing.assert_allclose(
-        mine.softmax(dim=1).numpy(), np.load(one.path / "p" / "c.npy"), atol=1e-6
-    )
-    with pytest.raises(DataError, match=r"features age, weight, got weight; give these"):
-        trained.recording(plain / "c.npy", {"weight": 3})
-    with pytest.raises(DataError, match="static features none, got a; give"):
-        load_run(other.path).recording(columns / "c.npy", {"a": 3})
+        run("predict", folder.path, "--out", folder.path / "p")
+    assert len({(folder.path / "p" / "c.csv").read_bytes() for folder in (one, other)}) == 1
 
 
 def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
@@ -288,33 +274,6 @@ def test_a_run_with_hand_off_goes_on_to_the_same_bits(
     assert resumed.done.count == at
     resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
-
-
-def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    said = run(
-        "train",
-        data,
-        "--task",
-        "classify",
-        "--hidden",
-        "4",
-        "--lanes",
-        "2",
-        "--updates",
-        "9",
-        "--out",
-        tmp_path / "run",
-    )
-    assert "% of it waiting for data; model, metrics" in said
-    assert "  waiting for data " in said
-    rows = RunFolder(tmp_path / "run").read_metrics()
-    shares = [row["waiting"] for row in rows if row["kind"] == "train"]
-    assert all(0 < share < 1 for share in shares)
-    training = Training.begin(Config(**settings(data, tmp_path / "other")))
-    training.run()
-    waited, row = training.stream.wait_seconds, training.folder.read_metrics()[-1]
-    assert row["waiting"] == pytest.approx(waited / row["seconds"], abs=1e-3)
 
 
 def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Path:
@@ -369,7 +328,8 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
             reads.append((stop - start) * 800)
             return StepArrays(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
-    found = collect_statistics([Wide()], task="classify")
+    found = Statistics("classify", "error")
+    found.add(Wide())
     assert found.classes["1"] == 5_000
     assert max(reads) <= 2**20
     assert found.inputs.count[0] == 10_000

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from test_run import settings, write_recordings
 from test_run_data import signal, write
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.data import open_dataset
+from throughtime.app.settings import Config
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import ManifestEntry, find_recordings
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.config import Config
-from throughtime.app.dataset import training_stream
 from throughtime.app.load import load_run
 from throughtime.app.page import write_report
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.gradient import Exact, executor
 from throughtime.updates import updates
@@ -96,7 +95,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         range(3),
         updates(
             net,
-            training_stream(training.dataset, training.config, 1),
+            training.stream,
             torch.nn.CrossEntropyLoss(),
             gradient=Exact(cut_every=150),
         ),

@@ -103,10 +103,6 @@ def drop_tensor(tensors: dict[str, Any], _: dict[str, Any]) -> None:
     del tensors[min(tensors)]
 
 
-def add_tensor(tensors: dict[str, Any], _: dict[str, Any]) -> None:
-    tensors["more"] = torch.zeros(3)
-
-
 def grow_tensor(tensors: dict[str, Any], _: dict[str, Any]) -> None:
     name = max(tensors, key=lambda key: tensors[key].numel())
     tensors[name] = torch.zeros(tensors[name].shape[0] + 1, *tensors[name].shape[1:])
@@ -127,7 +123,6 @@ def list_description(_: dict[str, Any], holder: dict[str, Any]) -> None:
 
 FOREIGN = {
     "missing tensor": drop_tensor,
-    "extra tensor": add_tensor,
     "other size": grow_tensor,
     "other type": halve_precision,
     "null": forget_description,
@@ -408,30 +403,12 @@ def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    warned = pytest.warns(UserWarning, match=r"\.lock: the file system has no locks")
+    warned = pytest.warns(UserWarning, match=r"\.lock: cannot be locked")
     with warned, RunFolder(tmp_path).locked():
         pass
 
 
 # --- a start that wrote no checkpoint ---
-
-
-def test_a_start_that_failed_is_taken_over(tmp_path: Path) -> None:
-    data, out = write_recordings(tmp_path / "data"), tmp_path / "run"
-    code, _, errors = ended(*flags(settings(data, out, warm_up=10_000)))
-    assert code == 2
-    assert "without a single step that counts" in errors
-    code, _, errors = ended(*flags(settings(data, out, lr=1e30)))
-    assert code == 2
-    assert "training diverged at update" in errors
-    whole = finish(settings(data, tmp_path / "whole"))
-    code, _, errors = ended(*flags(settings(data, out)))
-    assert code == 0, errors
-    assert RunFolder(out).model.read_bytes() == whole.model.read_bytes()
-    assert [row["kind"] for row in RunFolder(out).read_metrics()].count("data") == 1
-    code, _, errors = ended(*flags(settings(data, out)))
-    assert code == 2
-    assert "holds a run already" in errors
 
 
 def test_settings_of_another_hand_and_models_are_not_overwritten(

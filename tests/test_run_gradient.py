@@ -17,13 +17,12 @@ from test_run import (
     write_recordings,
 )
 from throughtime.app.cli import new_settings
-from throughtime.app.config import Config
 from throughtime.app.model import load_model
-from throughtime.app.optimizer import describe_policy, make_policy
+from throughtime.app.optimizer import make_policy
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config, read_toml
 from throughtime.app.train import Training
 from throughtime.app.user_class import ClassReference
-from throughtime.app.values import read_toml
 from throughtime.errors import ConfigError
 
 OWN = '''
@@ -185,9 +184,9 @@ def test_every_policy_is_described() -> None:
     required = {"adaptive": ("tolerance=0.1", "min=5", "max=20"), "randomized": ("mean_horizon=9",)}
     for name in ("truncated", "exact", "adaptive", "randomized"):
         config = Config(data="d", gradient=name, gradient_args=required.get(name, ()))
-        assert describe_policy(config)
+        assert config.describe_policy()
     adaptive = Config(data="d", gradient="adaptive", gradient_args=required["adaptive"])
-    assert describe_policy(adaptive) == "adaptive(tolerance=0.1, min=5, max=20)"
+    assert adaptive.describe_policy() == "adaptive(tolerance=0.1, min=5, max=20)"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 from processes import elsewhere, torchrun
 from test_run import COMMAND, _lines, command, finish, flags, settings, write_recordings
 from test_run import stop_at as stop_run_at
-from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 
 KILLS = int(os.environ.get("THROUGHTIME_KILLS", "1"))

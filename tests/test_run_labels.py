@@ -11,9 +11,9 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import settings
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.data import open_dataset
 from throughtime.app.model import make_loss
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
 
@@ -40,8 +40,8 @@ def train(data: Path, out: Path, *words: str) -> str:
 def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: Path) -> None:
     data, labels = sounds(tmp_path)
     said = train(data, tmp_path / "run")
-    assert "targets are several columns of 0 and 1, each a label by itself: --task multi" in said
-    assert "macro-F1" in said
+    assert "the targets fit --task multilabel" in said
+    assert "macro_f1" in said
     run("eval", tmp_path / "run")
     assert "f1[speech]" in (tmp_path / "run" / "scores-valid.json").read_text(encoding="utf-8")
     run("predict", tmp_path / "run", data, "--out", tmp_path / "p.csv")
@@ -67,7 +67,7 @@ def test_the_loss_is_that_of_each_label(tmp_path: Path) -> None:
     data, _ = sounds(tmp_path)
     values = settings(data, tmp_path / "run", targets=[*LABELS], task="multilabel")
     training = Training.begin(Config(**values))
-    assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
+    assert type(make_loss(training.spec, training.net)) is torch.nn.BCEWithLogitsLoss
     with pytest.raises(ConfigError, match="belongs to classes"):
         Config(**{**values, "class_weights": "balanced"})
 

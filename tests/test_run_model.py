@@ -13,9 +13,9 @@ import torch
 from processes import torchrun
 from test_cli import ended, run
 from test_run import _lines, finish, flags, settings, stop_at, write_recordings
-from throughtime.app.config import Config
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError
 

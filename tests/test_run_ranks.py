@@ -21,10 +21,10 @@ from torch import Tensor, distributed, nn
 from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, stop_at, write_recordings
 from throughtime import state as trees
-from throughtime.app.config import Config
-from throughtime.app.distributed import from_first, gathered
+from throughtime.app.fit import from_first, gathered
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.distributed import Ranks
 from throughtime.errors import RunError, ThroughtimeError
@@ -332,7 +332,7 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
     assert len(_lines(one)) == len(_lines(two))
     for line in (
         "2 ranks of 2 lanes",
-        "scores on the unbroken recordings of 'valid'",
+        "of 'valid', the state carried",
         "model, metrics and report.html are in",
     ):
         assert command.output.count(line) == 1

@@ -10,8 +10,8 @@ import pytest
 from test_cli import run
 from test_run import settings, stop_at, write_recordings
 from throughtime import tensor_files
-from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.config import Config
-from throughtime.app.load import resolve_task
-from throughtime.app.recordings import collect_statistics
+from throughtime.app.data import Statistics, layout_of, with_task
+from throughtime.app.settings import Config
+from throughtime.stream.manifest import find_recordings
 from throughtime.stream.sources import as_recording
 
 TARGETS: dict[str, tuple[list[Any], str]] = {
@@ -33,7 +33,8 @@ def table(path: Path, targets: list[Any], *, columns: int = 1) -> Path:
 
 def task(data: Path, **more: Any) -> str | None:
     values = {"data": str(data), "out": str(data.parent / "run"), **more}
-    return resolve_task(Config(**values)).task
+    config = Config(**values)
+    return with_task(layout_of(config), find_recordings(data)).task
 
 
 @pytest.mark.parametrize(("targets", "expected"), list(TARGETS.values()), ids=list(TARGETS))
@@ -89,10 +90,9 @@ def test_a_run_keeps_the_task(tmp_path: Path) -> None:
 def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
     random = np.random.default_rng(0)
     parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
-    found = collect_statistics(
-        [as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)],
-        task="classify",
-    )
+    found = Statistics("classify", "error")
+    for i, part in enumerate(parts):
+        found.add(as_recording({"inputs": part, "targets": np.zeros(len(part))}, i))
     whole = np.concatenate(parts)
     np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
@@ -103,13 +103,11 @@ def test_survey_counts_missing_inputs_and_names_the_first() -> None:
     inputs = np.zeros((100, 3))
     inputs[40, 1] = np.nan
     inputs[70, :] = np.inf
-    found = collect_statistics(
-        [as_recording({"inputs": inputs, "name": "pump"}, 0)], task="classify"
+    found = Statistics("classify", "error")
+    found.add(as_recording({"inputs": inputs, "name": "pump"}, 0))
+    (fault,) = found.faults
+    assert fault.startswith(
+        "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
+        " column 1; clean the file"
     )
-    assert found.faults == [
-        (
-            "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
-            " column 1"
-        )
-    ]
     np.testing.assert_array_equal(found.inputs.scale, np.ones(3))

@@ -15,13 +15,13 @@ from test_cli import ended
 from test_run import finish, settings, write_recordings
 from throughtime import tensor_files
 from throughtime.app import user_class
-from throughtime.app.config import Config
 from throughtime.app.run_folder import (
     RunFolder,
     checkpoint_bytes,
     load_checkpoint,
     load_tensors,
 )
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, ThroughtimeError
 
@@ -333,8 +333,7 @@ def test_a_list_that_cannot_be_written_stops_no_training(
     (sent.path / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(sent.path / "file"))
     model = f"{original / 'nets.py'}:Net"
-    with pytest.warns(UserWarning, match="list of the code that you trust cannot be written"):
-        folder = finish(settings(original / "data", sent.path / "new", updates=4, model=model))
+    folder = finish(settings(original / "data", sent.path / "new", updates=4, model=model))
     tt.load_run(folder.path)  # this process has executed it already
     monkeypatch.setattr(user_class, "_trusted", set[str]())
     with pytest.raises(ThroughtimeError, match="--trust-code"):
@@ -357,7 +356,7 @@ def test_resume_refuses_settings_that_were_changed(sent: Sent) -> None:
     sent.replace(sent.run.config, 'keep = "best"', 'keep = "last"')
     code, _, complaint = execute(sent, "resume")
     assert code == 2
-    assert 'since the checkpoint: keep "best" to "last", lr 0.001 to 0.01; put' in complaint
+    assert 'since the checkpoint: lr 0.001 to 0.01, keep "best" to "last"; put' in complaint
     sent.run.config.write_text(text, encoding="utf-8")
     assert execute(sent, "resume")[0] == 0
     assert sent.run.read_metrics()[-1]["update"] == 12

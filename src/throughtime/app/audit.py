@@ -5,17 +5,12 @@ are kept in a file of the run, and printed as those functions print them.
 """
 
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
-from throughtime.app.config import AuditOptions
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, make_stream, without_dropout
+from throughtime.app.settings import AuditOptions
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
-from throughtime.errors import RunError, one_line
 
 _STEPS = 6_400  # that are audited
 _PASSES = 8  # to trace losses back; each takes one loss of every lane
@@ -27,16 +22,12 @@ class AuditReport:
     """The results of an audit and what it measured.
 
     Attributes:
-        split: the split of the recordings.
-        data: their path.
         update: number of updates behind the weights.
         audit: the cost of each truncation.
         reach: how far the gradient goes back.
         settling: how long a cold start differs from the carried state.
     """
 
-    split: str
-    data: str
     update: int
     audit: Audit
     reach: Reach
@@ -56,56 +47,28 @@ class AuditReport:
                 "These figures cannot choose a window: the gradient is zero or mostly sampling"
                 " noise, or the net does not use its past yet."
             )
-        if horizon is None:
-            return (
-                f"Every audited horizon has a bias above {_TOLERANCE:g}: audit longer ones by"
-                " --horizons, or train with the exact gradient, --gradient exact."
-            )
-        return f"Train with --stride {horizon}: its bias is within {_TOLERANCE:g}."
-
-    @classmethod
-    def read(cls, path: Path) -> "AuditReport":
-        """Read the file of an audit.
-
-        Raises:
-            RunError: the file holds something else.
-        """
-        try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise RunError(
-                f"{path}: not what `throughtime audit` wrote ({one_line(error)}); remove it, or run"
-                " audit again"
-            ) from error
-
-    def facts(self) -> dict[str, Any]:
-        """Plain numbers."""
-        return asdict(self) | {"enough": self.audit.suggest(_TOLERANCE)}
+        choice = f"--stride {horizon}" if horizon else "--gradient exact, or audit longer horizons"
+        return f"For a bias within {_TOLERANCE:g}, train with {choice}."
 
 
 def audit_run(run: Run, options: AuditOptions) -> AuditReport:
-    """Measure a run: seconds to minutes.
+    """Measure a run on its training split: seconds to minutes.
 
     Args:
         run: its model and settings; measured on the device of its net.
-        options: what to measure: recordings, default: the split `train` of the run, and for other
-            data what `eval` would take; horizons, steps and lag.
+        options: what to measure: horizons, steps and lag.
 
     Raises:
-        DataError: no such split, recordings that the model does not fit, or too few steps.
+        DataError: recordings that the model does not fit, or too few steps.
         RunError: the loss is code that is not trusted.
     """
-    net, spec, data = run.net, run.spec, options.data
+    net, spec, lag = run.net, run.spec, options.max_lag
     config = run.files.with_own_code(run.config, ["loss"], trust_code=options.trust_code)
-    split = options.split or ("train" if data is None else None)
-    split, recordings = run.in_split(data, split)
-    as_trained = data is None and split == "train"
-    lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
-    stream = make_stream(recordings, spec, config, lanes, seed=config.seed)
+    recordings = run.recordings(split="train")
+    stream = make_stream(recordings, spec, config, config.lanes, seed=config.seed)
     loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
     without_dropout(net)
-    anchors, lag = min(64, _PASSES * lanes), options.max_lag
+    anchors = min(64, _PASSES * config.lanes)
     cost = audit(net, stream, loss_fn, horizons=options.horizons or None, steps=steps)
     back = reach(net, stream, loss_fn, max_lag=lag, anchors=anchors, steps=steps)
-    settling = settling_time(net, stream, span=lag, steps=steps)
-    return AuditReport(split, str(data or config.data), spec.update, cost, back, settling)
+    return AuditReport(spec.update, cost, back, settling_time(net, stream, span=lag, steps=steps))

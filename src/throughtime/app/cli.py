@@ -1,18 +1,27 @@
 """The commands: train, eval, predict, export, audit, doctor.
 
-A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
+Their flags are the fields of classes of settings. The parser only splits words: every value reaches
+its setting as text and is checked there, so the faults of all flags are reported at once. A command
+imports what it runs when it runs, so that `throughtime --help` needs neither torch nor numpy.
 """
 
+import difflib
+import inspect
 import os
+import re
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from throughtime import __version__
-from throughtime.app.config import (
+from throughtime.app.settings import (
+    ARGUMENTS,
     AuditOptions,
     Config,
     DoctorOptions,
@@ -21,16 +30,19 @@ from throughtime.app.config import (
     PredictOptions,
     RunOptions,
     TrainOptions,
+    choices,
+    flag,
+    help_of,
+    read_toml,
 )
-from throughtime.app.flags import Command, failures_printed
-from throughtime.app.user_class import is_reference
-from throughtime.app.values import flag, read_toml
-from throughtime.errors import ConfigError, counted
+from throughtime.app.user_class import OWN_CODE, is_reference
+from throughtime.errors import ConfigError, ThroughtimeError, counted, one_line
 
 if TYPE_CHECKING:
     from throughtime.app.load import Run
 
 WORTH_THREADS = 2e6  # multiplications of a step
+_NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
 
 def main() -> None:
@@ -51,6 +63,132 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+@contextmanager
+def failures_printed() -> Generator[None]:
+    """Print an expected error, and one of no memory, as one message, and exit with code 2."""
+    try:
+        yield
+    except click.Abort:
+        sys.exit(130)  # as a shell's command that Ctrl-C ended
+    except Exception as error:
+        if not (message := _in_words(error)):
+            raise
+        click.echo(f"{click.style('error:', fg='red')} {message}", err=True)
+        sys.exit(2)
+
+
+def _in_words(error: Exception) -> str:
+    """What went wrong and what to do; empty for an error that is none of these."""
+    if isinstance(error, click.UsageError):
+        return _usage_fault(error)
+    if isinstance(error, ThroughtimeError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename or 'standard output'}: {error.strerror or error}"
+        return f"{where}; make room there, change its permissions, or name another path"
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return f"out of memory ({str(error)[:200]!r}); take fewer --lanes, or smaller --hidden"
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if OWN_CODE in str(frame.f_globals.get("__name__")):
+            where = f"{frame.f_code.co_filename}, line {line}"
+            return f"{where}: {type(error).__name__}: {one_line(error)}; mend your code there"
+    return ""
+
+
+def _usage_fault(error: click.UsageError) -> str:
+    """What is wrong with the words of a command line, and what to write."""
+    message, context = error.format_message().removesuffix("."), error.ctx
+    if context is None:
+        return message
+    advice = f"{context.command_path} --help lists what it takes, such as --seed 1"
+    if isinstance(error, click.NoSuchOption):
+        message = f"{error.option_name}: no such option"
+        flags = [text for p in context.command.params for text in p.opts if text[0] == "-"]
+        name = error.option_name.replace("_", "-").lower()
+        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+            advice = f"write {near[0]}"
+        elif name[1] != "-":
+            advice = "flags begin with two dashes, such as --lr 0.01"
+    return f"{message}; {advice}"
+
+
+def _command(
+    name: str, action: Callable[[Any], int | None], *kinds: Any, **more: Any
+) -> click.Command:
+    """A command whose flags are settings.
+
+    Args:
+        name: of the command.
+        action: gets the settings; of several classes those that the flags set, by name. Its
+            docstring is the help.
+        kinds: the classes of these settings.
+        more: arguments of `click.Command`.
+    """
+    fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
+
+    def run(**values: Any) -> int | None:
+        texts = {k: ",".join(v) or None if isinstance(v, tuple) else v for k, v in values.items()}
+        present = {k: v for k, v in texts.items() if v is not None}
+        return action(kinds[0](**present) if len(kinds) == 1 else present)
+
+    about = (f"{ARGUMENTS[key]}: {help_of(fields[key])}" for key in ARGUMENTS if key in fields)
+    text = "\n\n".join([inspect.cleandoc(action.__doc__ or ""), *about])
+    parameters = [_parameter(*item) for item in fields.items()]
+    return click.Command(name, callback=run, params=parameters, help=text, **more)
+
+
+def _parameter(name: str, about: Any) -> click.Parameter:
+    """A flag, or an argument, of a field of settings."""
+    if name in ARGUMENTS:
+        return click.Argument([name], required=False, metavar=ARGUMENTS[name])
+    option, kind = flag(name), about.annotation
+    shown = about.default != "" and type(about.default) in {int, float, str}
+    return click.Option(
+        [f"{option}/--no-{option[2:]}" if kind is bool else option, name],
+        help=help_of(about) + f" [default: {about.default}]" * shown,
+        is_flag=kind is bool,
+        default=None,
+        multiple=name == "gradient_args",  # of others the last one counts
+        metavar=None if kind is bool else "|".join(choices(kind)) or "VALUE",
+    )
+
+
+def train(values: dict[str, Any]) -> None:
+    """Train a model on recordings."""
+    own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
+    options = TrainOptions(**own)
+    from throughtime.app.console import out, run_training
+    from throughtime.app.run_folder import RunFolder
+    from throughtime.app.train import Training, started_ranks
+
+    if options.resume is None:
+        settings = new_settings(options.config, values)
+        start = partial(Training.begin, settings)
+    else:
+        settings = RunFolder(options.resume).read_config()
+        other = [flag(name) for name in sorted(values.keys() - {"updates", "epochs"})]
+        if other or options.config is not None:
+            raise ConfigError(
+                f"--resume goes on with the settings of {options.resume}; leave out"
+                f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to"
+                " train on to another end."
+            )
+        start = partial(Training.resume, options.resume, trust_code=options.trust_code, **values)
+    _take_threads(settings, settings.lanes)
+    with started_ranks(settings) as ranks:
+        with out.status("reading recordings"):
+            training = start(ranks=ranks)
+        run_training(training)
+
+
+def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
+    """The settings of a file with the flags over them."""
+    try:
+        return Config(**({} if file is None else read_toml(file)) | flags)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}" if file else str(error)) from error
+
+
 def _take_threads(settings: Config, lanes: int) -> None:
     """A single thread for small steps, unless `OMP_NUM_THREADS` says otherwise.
 
@@ -66,87 +204,38 @@ def _take_threads(settings: Config, lanes: int) -> None:
         torch.set_num_threads(1)
 
 
-def train(values: dict[str, Any]) -> None:
-    """Train a model on recordings."""
-    own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
-    options = TrainOptions(**own)
-    resume, trust_code = options.resume, options.trust_code
-    settings = _resumed(options, values) if resume else new_settings(options.config, values)
-    if trust_code and not resume:
-        raise ConfigError(
-            "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since a"
-            " file that you name yourself is executed anyway"
-        )
-    _take_threads(settings, settings.lanes)
-    from throughtime.app.console import out, run_training
-    from throughtime.app.distributed import started_ranks
-    from throughtime.app.train import Training
-
-    with started_ranks(settings) as ranks:
-        with out.status("reading recordings"):
-            if resume:
-                training = Training.resume(resume, trust_code=trust_code, ranks=ranks, **values)
-            else:
-                training = Training.begin(settings, ranks)
-        run_training(training)
-
-
-def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
-    """The settings of a file with the flags over them."""
-    try:
-        return Config(**({} if file is None else read_toml(file)) | flags)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}" if file else str(error)) from error
-
-
-def _resumed(options: TrainOptions, flags: dict[str, Any]) -> Config:
-    """The settings of a run, with another end if the flags name one, as whole numbers."""
-    from throughtime.app.run_folder import RunFolder
-
-    settings = RunFolder(Path(str(options.resume))).read_config()
-    other = [flag(name) for name in sorted(flags.keys() - {"updates", "epochs"})]
-    if other or options.config is not None:
-        raise ConfigError(
-            f"--resume goes on with the settings of {options.resume}; leave out"
-            f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
-            " on to another end."
-        )
-    if flags:
-        settings = settings.changed(**{"updates": None, "epochs": None, **flags})
-        flags.update({name: getattr(settings, name) for name in flags})
-    return settings
-
-
 def evaluate(options: EvalOptions) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
     from throughtime.app.console import out, print_scores
     from throughtime.app.evaluate import evaluate_run, keep_results
 
     trained = _open_run(options)
+    if options.missing:
+        trained = trained.changed(missing=options.missing)
     with out.status("evaluating"):
         scores = evaluate_run(trained, options.data, options.split)
-    path = trained.files.scores(scores["split"])
+    path = trained.files.scores(scores.split)
     written = keep_results(trained, path, scores)
-    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
-    steps, update = counted(scores["steps"], "step"), scores["update"]
-    out.print(f"{steps} scored, by the model of update {update}; {written}")
+    print_scores(scores, path)
+    steps = counted(scores.steps, "step")
+    out.print(f"{steps} scored, by the model of update {scores.update}; {written}")
 
 
 def predict(options: PredictOptions) -> None:
-    """Run a trained model over whole recordings, in memory that does not grow with them."""
+    """Run a trained model over whole recordings."""
     from throughtime.app.console import out
     from throughtime.app.predictions import predict_run
 
     trained = _open_run(options)
     with out.status("predicting"):
         files = predict_run(trained, options)
-    for file in files:
-        left_out = f", {file.skipped:,} without an answer (NaN or infinite inputs)"
-        out.print(f"{file.path}: {counted(file.steps, 'step')}{left_out * bool(file.skipped)}")
+    for path, steps, skipped in files:
+        left_out = f", {skipped:,} without an answer (NaN or infinite inputs)"
+        out.print(f"{path}: {counted(steps, 'step')}{left_out * bool(skipped)}")
 
 
 def _open_run(options: RunOptions) -> "Run":
-    """A run, perhaps with another treatment of NaN.
+    """The run of a command.
 
     Raises:
         RunError: no run there, none that reached a checkpoint, or code that is not trusted.
@@ -156,7 +245,7 @@ def _open_run(options: RunOptions) -> "Run":
     run = load_run(options.run, trust_code=options.trust_code)
     many = isinstance(options, EvalOptions)  # predict and export play one recording at a time
     _take_threads(run.config, run.config.lanes if many else 1)
-    return run.changed(missing=(many and options.missing) or run.config.missing)
+    return run
 
 
 def export(options: ExportOptions) -> None:
@@ -168,8 +257,8 @@ def export(options: ExportOptions) -> None:
     run, stream = _open_run(options), None
     spec, layout = run.spec, run.spec.layout
     if options.check is not None:
-        recording = run.recording(options.check)
-        stream = make_stream([recording], spec, run.config, 1, len(recording))
+        recordings = run.recordings(options.check, "all", targets=False)
+        stream = make_stream(recordings, spec, run.config, 1, max(map(len, recordings)))
     written = export_net(
         run.net,
         options.out,
@@ -189,11 +278,11 @@ def export(options: ExportOptions) -> None:
         with_session=options.with_session,
     )
     console.print(f"{', '.join(map(str, written.paths))} written")
-    checks = (written.recorded, "step of the recording"), (written.verification, "random step")
-    for verification, what in checks:
+    checks = {"of the recording": written.recorded, "at random": written.verification}
+    for what, verification in checks.items():
         if verification is not None:
-            steps = counted(verification.steps, what, what.replace("step", "steps"))
-            console.print(f"verified on {steps}: {verification.summary}")
+            steps = counted(verification.steps, "step")
+            console.print(f"verified on {steps} {what}: {verification.summary}")
     for text in filter(None, (written.settling, *written.remarks)):
         console.print(str(text))
 
@@ -207,7 +296,7 @@ def audit(options: AuditOptions) -> None:
     run = _open_run(options)
     with out.status("measuring gradients"):
         report = audit_run(run, options)
-    out.print(f"{report}\n{keep_results(run, run.files.audit, report.facts())}")
+    out.print(f"{report}\n{keep_results(run, run.files.audit, report)}")
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -227,12 +316,12 @@ commands = click.Group(
     help="Train recurrent networks on one unbroken stream, with the state carried.",
     context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
-        Command("train", train, Config, TrainOptions),
-        Command("eval", evaluate, EvalOptions),
-        Command("predict", predict, PredictOptions),
-        Command("export", export, ExportOptions),
-        Command("audit", audit, AuditOptions),
-        Command("doctor", doctor, DoctorOptions, context_settings=_SCRIPT),
+        _command("train", train, Config, TrainOptions),
+        _command("eval", evaluate, EvalOptions),
+        _command("predict", predict, PredictOptions),
+        _command("export", export, ExportOptions),
+        _command("audit", audit, AuditOptions),
+        _command("doctor", doctor, DoctorOptions, context_settings=_SCRIPT),
     ],
 )
 commands.commands["doctor"].allow_interspersed_args = False

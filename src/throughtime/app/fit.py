@@ -10,20 +10,18 @@ import math
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from inspect import signature
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from throughtime.app.distributed import from_first, gathered
 from throughtime.app.optimizer import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
 from throughtime.carry.carried import Carried
@@ -51,15 +49,37 @@ from throughtime.gradient import (
 from throughtime.metrics import Metric, as_metric
 from throughtime.state import leaves
 from throughtime.stream import Stream
-from throughtime.stream.sources import Recordings
+from throughtime.stream.sources import Recordings, as_recordings
 from throughtime.updates import Updates, updates
 
+T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]
 """A line of the log: `kind` ("data", "train" or "valid"), `update`, and numbers by name."""
 Validation: TypeAlias = Stream | Recordings | Callable[[], Evaluation]
+ROW_KEYS = {"kind", "update", "loss", "steps", "recordings", "seconds", "frames"}
+"""What a line of a validation holds besides the metrics."""
 _LOG_LINES = 200  # of a run
 _FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
+
+
+def gathered(ranks: Ranks, value: T) -> list[T]:
+    """The value of each rank, on all ranks; tensors come on the CPU from other ranks.
+
+    Raises:
+        RankError: a rank does not answer.
+    """
+    return [value] if ranks.count == 1 else ranks.gather(to_cpu(value))
+
+
+def from_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on the first rank alone; all ranks return its result, when it has ended.
+
+    Raises:
+        RankError: a rank does not answer.
+    """
+    result: Any = work() if ranks.rank == 0 else None
+    return gathered(ranks, result)[0]
 
 
 @dataclass
@@ -77,7 +97,6 @@ class Fit:
         frames: valid steps of all updates.
         pending: those since the last line of the log.
         seconds: of the training so far, with validation, the log and checkpoints.
-        waited: of them, seconds in which data were waited for.
         end: updates and epochs that were asked for.
     """
 
@@ -91,7 +110,6 @@ class Fit:
     frames: int = 0
     pending: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
     end: tuple[int | None, int | None] = (None, None)
 
     def is_over(self, epoch: int) -> bool:
@@ -188,7 +206,7 @@ def fit(
         if not isinstance(part, kind):
             raise ConfigError(f"tt.fit: got a {type(part).__name__}, expected {kind}")
     weights = {weight for group in optimizer.param_groups for weight in group["params"]}
-    ranks, closure = ranks_of(net, stream), signature(optimizer.step).parameters.get("closure")
+    ranks = ranks_of(net, stream)
     faults = {
         f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
         f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
@@ -200,10 +218,6 @@ def fit(
         ),
         "the optimizer has none of the net's weights, so nothing would be trained: make it of"
         " net.parameters()": weights.isdisjoint(net.parameters()),
-        f"{type(optimizer).__name__} takes a closure, which computes a loss several times, and a"
-        " stream is played once: take another, such as tt.optim.AdamW(net.parameters())": (
-            closure is not None and closure.default is closure.empty
-        ),
     }
     if present := [fault for fault, wrong in faults.items() if wrong]:
         raise ConfigError("; ".join(present))
@@ -211,6 +225,14 @@ def fit(
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
     # by epochs an estimate: the order moves their end
     total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
+    parts = _parts_of(optimizer, schedule, loss_fn)
+    if valid is None or callable(valid):
+        validate = cast("Callable[[], Evaluation] | None", valid)
+    else:
+        played = valid.recordings if isinstance(valid, Stream) else as_recordings(valid)
+        parts["valid"] = ", ".join(f"{one.name} ({len(one)} steps)" for one in played)
+        metric = None if metrics is None else as_metric(metrics)
+        validate = partial(evaluate, net, valid, loss_fn, metrics=metric)
     training = _Training(
         net,
         stream,
@@ -218,8 +240,7 @@ def fit(
         gradient,
         optimizer,
         schedule,
-        valid,
-        None if metrics is None else as_metric(metrics),
+        validate,
         max(1, total // 5) if valid_every is None else valid_every,
         patience,
         keep == "best",
@@ -227,9 +248,19 @@ def fit(
         out if isinstance(out, RunFolder | None) else RunFolder(Path(out)),
         total,
         ranks,
+        parts,
         Fit(end=(updates, epochs)),
     )
     return training.run()
+
+
+def _parts_of(optimizer: Optimizer, schedule: LRScheduler | None, loss: object) -> dict[str, str]:
+    """What a training must go on with, by name."""
+    objects = {"optimizer": optimizer, "schedule": schedule, "loss": loss}
+    parts = {k: getattr(v, "__qualname__", type(v).__name__) for k, v in objects.items()}
+    for i, group in enumerate(optimizer.param_groups):
+        parts |= {f"{k} of group {i}": repr(v) for k, v in group.items() if k != "params"}
+    return parts
 
 
 @dataclass
@@ -242,8 +273,7 @@ class _Training:
     gradient: Policy | UpdatePolicy
     optimizer: Optimizer
     schedule: LRScheduler | None
-    valid: Validation | None
-    metrics: Metric | None
+    evaluate: Callable[[], Evaluation] | None
     valid_every: int
     patience: int | None
     keep_best: bool
@@ -251,21 +281,20 @@ class _Training:
     folder: RunFolder | None
     total: int
     ranks: Ranks
+    parts: dict[str, str]
     done: Fit
     best: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     position: Updates | None = None
     epoch_ended: bool = False
-    before: float = 0.0  # seconds before this process
-    waited: float = 0.0  # the same
-    stopping: bool = False
+    stopped: float = math.inf  # when the first signal came
 
     def run(self) -> Fit:
         """Go on from the folder to the end."""
-        self.parts, self.loss = self._parts(), torch.zeros((), device=self.ranks.device)
-        folder = self.folder
+        self.loss, folder = torch.zeros((), device=self.ranks.device), self.folder
         with folder.locked() if folder is not None and self.ranks.rank == 0 else nullcontext():
             if folder is not None:
                 self._open(folder)
+            self.started = time.monotonic() - self.done.seconds
             if not self.done.finished:
                 with self._stopped_by_signals():
                     self._train()
@@ -276,8 +305,7 @@ class _Training:
     # --- the loop ---
 
     def _train(self) -> None:
-        done = self.done
-        self.started = saved = time.monotonic()
+        done, saved = self.done, time.monotonic()
         if not done.rows:
             self._write("data", {} if self.folder is None else self.folder.facts)
         while not self._is_over():
@@ -301,10 +329,6 @@ class _Training:
         done.finished = True
         self._save()
 
-    def _seconds(self) -> float:
-        """Seconds of the training so far, in all processes."""
-        return self.before + time.monotonic() - self.started
-
     def _is_over(self) -> bool:
         impatient = self.patience is not None and self.done.stale >= self.patience
         return impatient or self.done.is_over(self.stream.epoch)
@@ -315,9 +339,11 @@ class _Training:
         Checkpoints are half as long apart as the run so far, up to the setting: a kill soon after
         the start loses a second, or a third of the run.
         """
-        most = math.inf if self.folder is None else self.folder.checkpoint_every
-        due = since >= min(most, max(_FIRST_SAVE, self._seconds() / 2))
-        wishes = [self.stopping, self.ranks.rank == 0 and due]
+        due = False
+        if self.folder is not None and self.ranks.rank == 0:
+            own = max(_FIRST_SAVE, (time.monotonic() - self.started) / 2)
+            due = since >= min(self.folder.checkpoint_every, own)
+        wishes = [math.isfinite(self.stopped), due]
         return wishes if self.ranks.count == 1 else [*map(bool, self.ranks.total(wishes))]
 
     def _next(self) -> Update | None:
@@ -369,13 +395,10 @@ class _Training:
 
     def _validate(self) -> None:
         """Write the scores; keep the weights if they are the best."""
-        if self.valid is None:
+        if self.evaluate is None:
             return
-        if callable(self.valid):
-            result = cast("Evaluation", self.valid())
-        else:
-            result = evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
-        done, row = self.done, {"loss": result.loss, **result.metrics}
+        result, done = self.evaluate(), self.done
+        row = {"loss": result.loss, "steps": result.steps, **result.metrics}
         score = row["macro_f1"] if "macro_f1" in row else -row["loss"]
         score = gathered(self.ranks, score)[0]  # other processors may round otherwise
         self._write("valid", {**row, "recordings": result.recordings})
@@ -389,19 +412,11 @@ class _Training:
 
     def _write(self, kind: str, values: Row) -> None:
         done = self.done
-        done.seconds, done.rows = self._seconds(), done.rows + 1
-        # a clock that was set back must not show -0 %
-        done.waited = self.waited + max(0.0, self.stream.wait_seconds)
+        done.seconds, done.rows = time.monotonic() - self.started, done.rows + 1
+        times = {"seconds": round(done.seconds, 3), "frames": done.frames}
+        row = {"kind": kind, "update": done.count, **values, **times}
         if self.ranks.rank:
             return
-        row = {
-            "kind": kind,
-            "update": done.count,
-            **values,
-            "seconds": round(done.seconds, 3),
-            "waiting": round(done.waited / max(done.seconds, 1e-9), 4),
-            "frames": done.frames,
-        }
         if self.folder is not None:
             self.folder.add_metrics(row)
         if self.logger is not None:
@@ -425,13 +440,7 @@ class _Training:
             "stream": self.stream.state_dict(),
             "random": generators(self.ranks.device),
         }
-        self.done.seconds = self._seconds()
-        positions = gathered(self.ranks, position)
-        from_first(self.ranks, lambda: self._save_first(folder, positions))
-
-    def _save_first(self, folder: RunFolder, positions: list[dict[str, Any]]) -> None:
-        if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
-            raise self._diverged(self.done.count, "the weights are not finite")
+        self.done.seconds = time.monotonic() - self.started
         content = {
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -440,16 +449,17 @@ class _Training:
             "best": dict(self.best),
             "loss": self.loss,
             "done": asdict(self.done),
-            "ranks": positions,
+            "ranks": gathered(self.ranks, position),
         }
-        folder.save(content, self._model(folder), self.done.count)
+        if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
+            raise self._diverged(self.done.count, "the weights are not finite")
+        from_first(self.ranks, lambda: folder.save(content, self._model(folder)))
 
     def _model(self, folder: RunFolder) -> bytearray:
         """The content of the model file: the weights that are kept, and of which update."""
-        weights, update = self.net.module.state_dict(), self.done.count
         if self.best:
-            weights, update = self.best, self.done.best
-        return folder.model_bytes(weights, update)
+            return folder.model_bytes(self.best, self.done.best)
+        return folder.model_bytes(self.net.module.state_dict(), self.done.count)
 
     def _open(self, folder: RunFolder) -> None:
         """Go on from the checkpoint of the folder if it has one."""
@@ -475,30 +485,22 @@ class _Training:
 
     def _restore(self, folder: RunFolder, saved: Mapping[str, Any]) -> None:
         """Take over a checkpoint."""
-        count, ranks = self.ranks.count, len(saved["ranks"])
+        count, ranks, before = self.ranks.count, len(saved["ranks"]), saved["parts"]
         if ranks != count:
             raise RunError(
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
                 f" own share of the recordings, not of {count}: start as many by torchrun"
             )
-        before = saved["parts"]
         for name in before.keys() & self.parts.keys():  # another torch may have other settings
             if before[name] != self.parts[name]:
                 raise RunError(
                     f"the folder holds a training whose {name} is {before[name]}, and it is"
                     f" {self.parts[name]} now: give the same one, or another out="
                 )
-        position, expected = saved["ranks"][self.ranks.rank], self.net.module.state_dict()
-        try:
-            self.stream.load_state_dict(position["stream"])  # before all that other data change
-        except DataError as error:
-            raise DataError(
-                f"{folder.path}: the recordings have changed since the last checkpoint, or how they"
-                f" are played: {error}"
-            ) from error
-        for weights in (saved["net"], saved["best"] or expected):
-            check_layout(weights, expected)
-        self.net.module.load_state_dict(saved["net"])
+        position, module = saved["ranks"][self.ranks.rank], self.net.module
+        self.stream.load_state_dict(position["stream"])  # before all that other data change
+        check_layout(saved["net"], module.state_dict())
+        module.load_state_dict(saved["net"])
         self.best = saved["best"] if self.keep_best else {}
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.schedule is not None:
@@ -507,7 +509,6 @@ class _Training:
         if end != self.done.end or folder.patient:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
-        self.before, self.waited = self.done.seconds, self.done.waited
         self.loss = saved["loss"].to(self.ranks.device)
         if position["updates"] is not None:
             self.position = self._new_updates()
@@ -517,31 +518,18 @@ class _Training:
                 check_layout(dict(leaves(self.position.state)), dict(leaves(initial)))
         set_generators(position["random"], self.ranks.device)
 
-    def _parts(self) -> dict[str, str]:
-        """What a training must go on with, by name."""
-        objects = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
-        parts = {k: getattr(v, "__qualname__", type(v).__name__) for k, v in objects.items()}
-        for i, group in enumerate(self.optimizer.param_groups):
-            parts |= {f"{k} of group {i}": repr(v) for k, v in group.items() if k != "params"}
-        if (valid := self.valid) is not None and not callable(valid):
-            stream = valid if isinstance(valid, Stream) else Stream(valid, 1, 1, rank=0, ranks=1)
-            state = stream.state_dict() | {"rank": 0, "epoch": 0, "position": 0}
-            parts["valid"] = f"recordings with the checksum {zlib.crc32(repr(state).encode()):08x}"
-        return parts
-
     @contextmanager
     def _stopped_by_signals(self) -> Generator[None]:
         """Save and stop at the first signal, stop at once at a second one.
 
         Several signals of one press of a key count as one.
         """
-        times: list[float] = []
 
         def stop(*_: object) -> None:
-            times.append(time.monotonic())
-            if times[-1] - times[0] > _ONE_PRESS:
+            now = time.monotonic()
+            if now - self.stopped > _ONE_PRESS:
                 raise KeyboardInterrupt
-            self.stopping = True
+            self.stopped = min(now, self.stopped)
 
         main = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if main and self.folder is not None else ()

@@ -1,41 +1,32 @@
 """Data sets in splits, and finished runs, as the command line reads them, for Python."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from throughtime.app.config import Config
-from throughtime.app.dataset import (
+from throughtime.app.data import (
     as_played,
+    choose_split,
     entries_of,
     in_splits,
-    recordings_for,
-    split_recordings,
-)
-from throughtime.app.model import ModelSpec, check_device, load_model
-from throughtime.app.recordings import (
-    check_sources,
-    find_entries,
-    layout_of,
-    open_entry,
     open_recordings,
+    targets_in,
+    with_task,
 )
+from throughtime.app.model import ModelSpec, load_model
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.carry.carried import Carried
-from throughtime.errors import DataError, listed
-from throughtime.stream.formats.table import Array, is_number
+from throughtime.errors import DataError
 from throughtime.stream.layout import Layout
-from throughtime.stream.manifest import ManifestEntry
-from throughtime.stream.recording import Recording, read_blocks
-from throughtime.stream.sources import as_table, names_of
+from throughtime.stream.manifest import find_recordings
+from throughtime.stream.recording import Recording
+from throughtime.stream.sources import names_of
 from throughtime.stream.targets import class_names, horizons
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress"]
-_MOST_CLASSES = 20  # that are whole numbers; text may have more
-_RECORDINGS, _BLOCKS = 8, 16  # read at most
 
 
 class Splits(dict[str, list[Recording]]):
@@ -45,14 +36,7 @@ class Splits(dict[str, list[Recording]]):
         classes: the names of the classes, in the order of their indices; empty for numbers.
     """
 
-    def __init__(
-        self, by_split: Mapping[str, list[Recording]], classes: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(by_split)
-        self.classes = classes
-
-    def __missing__(self, split: str) -> list[Recording]:
-        raise DataError(f"no split '{split}'; there are {listed(self)}")
+    classes: tuple[str, ...] = ()
 
 
 def recordings(
@@ -62,7 +46,6 @@ def recordings(
     targets: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
-    series: Mapping[str, str | Sequence[str]] | None = None,
     task: Task | None = None,
     delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -81,7 +64,6 @@ def recordings(
         targets: columns; default: `targets`, or the file or the label that the manifest names.
         exclude: columns that are not used.
         static: columns of the manifest that are appended to the inputs of every step.
-        series: further columns by name, see `tt.recording`.
         task: whether the targets are classes, several labels of 0 and 1, or numbers; default: text,
             and at most 20 different whole numbers in a column, are classes, and several columns of
             0 and 1 labels.
@@ -119,14 +101,12 @@ def recordings(
             f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
             " frame or arrays are one recording each: tt.recording(frame, targets='y')"
         )
-    path, features = Path(data), names_of(static)
-    entries = find_entries(path, features)
     layout = Layout(
         inputs=names_of(inputs),
         targets=names_of(targets),
         exclude=names_of(exclude),
-        static=features,
-        series={key: names_of(names) for key, names in (series or {}).items()},
+        static=names_of(static),
+        task=task,
         delimiter=delimiter,
         decimal=decimal,
         rate=rate,
@@ -134,63 +114,14 @@ def recordings(
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
-    layout = replace(layout, task=task or _find_task(entries, layout))
-    sources = open_recordings(entries, layout)
-    splits, _ = split_recordings(in_splits(sources, "split"), holdout)
+    entries = find_recordings(Path(data), layout.static)
+    layout = with_task(layout, entries)
+    splits, _ = in_splits(open_recordings(entries, layout), holdout)
     train = splits.get("train", []) if layout.classify else []
-    classes = class_names(targets for r in train for targets in _targets(r))
-    played = {split: as_played(several, layout, classes) for split, several in splits.items()}
-    return Splits(played, classes)
-
-
-def _targets(recording: Recording) -> Iterable[Array]:
-    """The targets of the blocks of a recording."""
-    blocks = (steps.targets for _, steps in read_blocks(recording))
-    return (targets for targets in blocks if targets is not None)
-
-
-def resolve_task(config: Config) -> Config:
-    """The settings with a task: that of the settings, or else the one that fits the targets.
-
-    Text is classes, and so are at most 20 different whole numbers, in a single column. Several
-    columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
-
-    Raises:
-        DataError: as for `open_dataset`.
-
-    Cost: the targets of up to 8 recordings, some blocks of each, until one decides.
-    """
-    if config.task is not None:
-        return config
-    entries = find_entries(Path(config.data), config.static)
-    return config.changed(task=_find_task(entries, layout_of(config)))
-
-
-def _find_task(entries: Sequence[ManifestEntry], layout: Layout) -> Task:
-    first = entries_of(entries, ("train",))[:_RECORDINGS]
-    names, columns = set[str](), 1
-    for source in open_recordings(first, replace(layout, task="classify")):
-        for targets in islice(_targets(source.recording), _BLOCKS):
-            names |= {*class_names([targets])}
-            columns = targets[0].size
-            if not all(map(is_number, names)):
-                return "classify"
-            if len(names) > _MOST_CLASSES:
-                return "regress"
-    values = {*map(float, names)}
-    if columns > 1:
-        return "multilabel" if values <= {0.0, 1.0} else "regress"
-    return "classify" if all(map(float.is_integer, values)) else "regress"
-
-
-def task_remark(config: Config) -> str:
-    """Why a run has its task, where no setting names it."""
-    reasons = {
-        "classify": "targets are text or few whole numbers, each a class",
-        "multilabel": "targets are several columns of 0 and 1, each a label by itself",
-        "regress": "targets are numbers",
-    }
-    return f"{reasons[config.task or 'regress']}: --task {config.task}"
+    classes = class_names(targets for recording in train for targets in targets_in(recording))
+    played = Splits({name: as_played(part, layout, classes) for name, part in splits.items()})
+    played.classes = classes
+    return played
 
 
 @dataclass(frozen=True)
@@ -253,40 +184,43 @@ class Run:
         self, data: str | Path | None = None, split: str | None = None, *, targets: bool = True
     ) -> tuple[str, list[Recording]]:
         """The name of the split, and its recordings, as `recordings`."""
-        return recordings_for(self.spec, self.config, data, split, targets=targets)
+        spec, holdout = self.spec, self.config.holdout
+        entries = find_recordings(Path(data or self.config.data), spec.layout.static)
+        named = {entry.split for entry in entries}
+        default = "valid" if data is None else "all"
+        chosen = split or next((name for name in ("test", "valid") if name in named), default)
+        own = entries if chosen == "all" else entries_of(entries, chosen)
+        sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
+        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout)
+        if split is None and data is None and {*splits} == {"train"}:
+            raise DataError(
+                "nothing of the data was held out from training: give other data, or write --split"
+                " train to take those of the training"
+            )
+        recordings = choose_split(splits, chosen)
+        played = as_played(recordings, spec.layout, spec.classes) if targets else recordings
+        return chosen, played
 
-    def recording(self, source: Any, static: Mapping[str, float] | None = None) -> Recording:
-        """The inputs of one recording, to predict: of a file, a frame or another table.
+    def recording(self, path: str | Path) -> Recording:
+        """The inputs of one recording, to predict; a frame is `tt.recording(frame, inputs=...)`.
 
         Args:
-            source: as for `tt.recording`.
-            static: the static features of the recording, by name.
+            path: of a file, or of a manifest with the recording and its static features.
 
         Raises:
-            DataError: a column or a static feature is missing, or the rate differs.
+            DataError: a column is missing, the rate differs, or there are several recordings.
         """
-        layout, features = self.spec.layout, dict(static or {})
-        if {*features} != {*layout.static}:
-            raise DataError(
-                f"the model was trained on the static features {listed(layout.static) or 'none'},"
-                f" got {listed(features) or 'none'}; give these by static=, or in a manifest as"
-                " DATA"
-            )
-        is_file = isinstance(source, (str, Path))
-        table = layout.open(Path(source)) if is_file else as_table(source)
-        values = tuple(features[name] for name in layout.static)
-        entry = ManifestEntry(Path(table.path).name, "", (), static=values)
-        opened = [open_entry(entry, [table], layout, targets=False)]
-        checked = check_sources(opened, layout, width=self.spec.features)
-        return in_splits(checked, self.spec.standardise)[0][1]
+        played = self.recordings(path, "all", targets=False)
+        if len(played) > 1:
+            raise DataError(f"{path}: holds {len(played)} recordings; Run.recordings returns all")
+        return played[0]
 
 
-def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = False) -> Run:
+def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     r"""A finished run: the net, the layout of its data and its standardisation.
 
     Args:
         folder: that `throughtime train --out` wrote.
-        device: where the net computes.
         trust_code: execute the file of a model of one's own that the run keeps, though you have not
             trained with it; read it before.
 
@@ -296,11 +230,10 @@ def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = Fals
 
     Raises:
         RunError: the folder holds no run that reached a checkpoint, or its code is not trusted.
-        ConfigError: no such device.
 
     Example:
         >>> import pathlib, tempfile, numpy as np, throughtime as tt
-        >>> from throughtime.app.config import Config
+        >>> from throughtime.app.settings import Config
         >>> from throughtime.app.train import Training
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / "a.csv").write_text("u,y\n" + "0.1,0\n0.7,1\n" * 200)
@@ -316,8 +249,6 @@ def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = Fals
         >>> tt.Predictor(run.net).step(np.array([[0.1]])).shape  # live, one step at a time
         torch.Size([1, 2])
     """
-    check_device(device)
-    path = Path(folder)
-    config = RunFolder(path).read_config()
-    net, spec = load_model(RunFolder(path).model, trust_code=trust_code)
-    return Run(path, net.to(device), spec, config)
+    files = RunFolder(Path(folder))
+    config = files.read_config()
+    return Run(files.path, *load_model(files.model, trust_code=trust_code), config)

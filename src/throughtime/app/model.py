@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,28 +14,21 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn import functional
 
-from throughtime.app.config import Config
-from throughtime.app.recordings import SourceRecording, Statistics, layout_of
+from throughtime.app.data import Dataset, Statistics
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.scores import MultiLabel
+from throughtime.app.settings import Config
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.carry.carried import Carried, carry, running
-from throughtime.errors import (
-    ConfigError,
-    ModelError,
-    RunError,
-    ThroughtimeError,
-    listed,
-    one_line,
-)
+from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed, one_line
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
+from throughtime.nn.affine import Affine, Difference, Standardise
 from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
-from throughtime.stream.targets import sorted_classes
 
 MODEL_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a user's module
+_LAYERS = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
 
 
 @dataclass(frozen=True)
@@ -75,21 +68,10 @@ class ModelSpec:
     update: int = 0
 
     @classmethod
-    def from_data(
-        cls, config: Config, statistics: Statistics, sources: Sequence[SourceRecording]
-    ) -> "ModelSpec":
+    def from_data(cls, config: Config, dataset: Dataset) -> "ModelSpec":
         """The model that the settings describe, in the shape of the data."""
-        first, layout = sources[0].recording, layout_of(config)
-        rates = [rate.value for source in sources for rate in source.rates]
-        layout = replace(
-            layout,
-            inputs=first.input_columns,
-            targets=first.target_columns,
-            rate=layout.rate if layout.rate_set else next(iter(rates), None),
-        )
-        counts = statistics.classes
-        classes = sorted_classes(counts) if layout.classify else ()
-        columns = len(statistics.targets.mean) * max(1, len(layout.ahead))
+        classes, layout, counts = dataset.classes, dataset.layout, dataset.statistics.classes
+        columns = len(dataset.statistics.targets.mean) * max(1, len(layout.ahead))
         balanced = classes if config.class_weights == "balanced" else ()
         own = own_class(config)
         return cls(
@@ -97,7 +79,7 @@ class ModelSpec:
             config.model if own is None else own.short,
             config.hidden,
             config.layers,
-            len(statistics.inputs.mean),
+            len(dataset.statistics.inputs.mean),
             len(classes) or columns,
             classes,
             config.dtype,
@@ -119,7 +101,7 @@ class ModelSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of weights and inputs."""
-        return torch.float64 if self.dtype == "float64" else torch.float32
+        return getattr(torch, self.dtype)
 
     def metrics(self) -> Metric:
         """Empty metrics of the task."""
@@ -138,14 +120,6 @@ class ModelSpec:
             return outputs.sigmoid()
         return outputs.softmax(dim=1) if self.classes else outputs
 
-    @property
-    def title(self) -> str:
-        """The kind of the model: LSTM, or the class of a user's module and its file."""
-        if not self.sha256:
-            return self.model.upper()
-        file, _, name = self.model.rpartition(":")
-        return f"{name} of {file}"
-
 
 def _present_columns(layout: Layout) -> tuple[int, ...]:
     """Of each output, the input that holds the present value of its target.
@@ -159,7 +133,8 @@ def _present_columns(layout: Layout) -> tuple[int, ...]:
             f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
             " name it with --inputs, too"
         )
-    return tuple([*map(layout.inputs.index, layout.targets)] * len(layout.ahead))
+    columns = [layout.inputs.index(name) for name in layout.targets]
+    return tuple(columns * len(layout.ahead))
 
 
 def own_class(config: Config) -> ClassReference | None:
@@ -183,32 +158,27 @@ def build_model(
     if own is not None:
         sizes = (spec.features, spec.outputs, spec.hidden, spec.layers, spec.dropout)
         offered = dict[str, Any](zip(MODEL_ARGUMENTS, sizes, strict=True))
-        module = own.make(nn.Module, offered, needed)
-        return _carried(spec, [("recurrent", module)])
-    layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
-    between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
-    recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
-    dropout = [("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []
-    readout = nn.Linear(spec.hidden, spec.outputs)
-    return _carried(spec, [("recurrent", recurrent), *dropout, ("readout", readout)])
-
-
-def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
-    """The net between standardised inputs and, for a regression, outputs in units."""
-    match spec.standardise.split(":"):
-        case ["split"]:
-            first = Affine(spec.features, inverse=False)
-        case ["first", steps]:
-            first = Standardise(spec.features, steps=int(steps))
-        case how:
-            first = WholeRecording() if how == ["recording"] else nn.Identity()
-    parts = [("standardise", first), *inner]
-    if spec.layout.task == "regress":
-        parts.append(("units", Affine(spec.outputs, inverse=True)))
-    net: nn.Module = nn.Sequential(OrderedDict(parts))
-    if spec.difference:
-        net = Difference(net, columns=spec.difference)
-    return carry(net).to(spec.torch_dtype)
+        inner: list[tuple[str, nn.Module]] = [
+            ("recurrent", own.make(nn.Module, offered, needed)),
+        ]
+    else:
+        between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
+        layer = _LAYERS[spec.model]
+        recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
+        dropout = [("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []
+        readout = nn.Linear(spec.hidden, spec.outputs)
+        inner = [("recurrent", recurrent), *dropout, ("readout", readout)]
+    _, first, steps = spec.standardise.partition("first:")
+    if first:
+        standardise: nn.Module = Standardise(spec.features, steps=int(steps))
+    elif spec.standardise == "split":
+        standardise = Affine(spec.features, inverse=False)
+    else:
+        standardise = nn.Identity()
+    units = [("units", Affine(spec.outputs, inverse=True))] if spec.layout.task == "regress" else []
+    net = nn.Sequential(OrderedDict([("standardise", standardise), *inner, *units]))
+    whole = Difference(net, columns=spec.difference) if spec.difference else net
+    return carry(whole).to(spec.torch_dtype)
 
 
 def _affine(net: Carried) -> list[Affine]:
@@ -233,7 +203,7 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     try:
         net.prepare(x)
     except ModelError as error:
-        raise ModelError(f"the state of {spec.title} cannot be carried: {error}") from error
+        raise ModelError(f"the state of {spec.model} cannot be carried: {error}") from error
     with running(net):
         y, _ = net(x, net.initial_state(1, like=x))
     if y.shape != (5, 1, spec.outputs):
@@ -343,8 +313,9 @@ def make_stream(
     **how: Any,
 ) -> Stream:
     """The recordings as a model is trained on them; without a seed in order, all on this rank."""
-    how = {"warm_up": config.warm_up, "missing": config.missing, "dtype": spec.torch_dtype, **how}
-    how = how if "seed" in how else {"seed": None, "rank": 0, "ranks": 1, **how}
+    if "seed" not in how:
+        how = {"seed": None, "rank": 0, "ranks": 1}
+    how |= {"warm_up": config.warm_up, "missing": config.missing, "dtype": spec.torch_dtype}
     return Stream(recordings, lanes, chunk or config.chunk_steps(), **how)
 
 

@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from throughtime.app.config import DEFAULT_STRIDE, Config
-from throughtime.app.user_class import ClassReference, is_reference
+from throughtime.app.settings import DEFAULT_STRIDE, Config
+from throughtime.app.user_class import ClassReference
 from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.optim import SGD, Adam, AdamW
@@ -73,15 +73,6 @@ def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int)
     steps = (getattr(policy, name, None) for name in names)
     stride = next((n for n in steps if isinstance(n, int) and n > 0), DEFAULT_STRIDE)
     return math.ceil(stream.steps / stride)
-
-
-def describe_policy(config: Config) -> str:
-    """The policy in words; of a user's the class and arguments, since its file is not executed."""
-    policy: Any = None if is_reference(config.gradient) else make_policy(config)
-    if hasattr(policy, "describe"):
-        return policy.describe()
-    arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
-    return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
 
 
 def make_optimizer(net: nn.Module, config: Config) -> Optimizer:

@@ -25,26 +25,19 @@ import matplotlib as mpl
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter
 
 from throughtime.app.audit import AuditReport
+from throughtime.app.evaluate import read_results, validation_scores
+from throughtime.app.fit import Row
 from throughtime.app.load import Run
-from throughtime.app.optimizer import describe_policy
-from throughtime.app.scores import (
-    FORECASTS,
-    METRIC_NAMES,
-    Scores,
-    is_comparison,
-    number_text,
-)
-from throughtime.errors import DataError, RunError, counted, listed, one_line
+from throughtime.app.scores import Scores
+from throughtime.errors import DataError, RunError, counted, listed
 from throughtime.files import write_atomically
 from throughtime.predict import predict
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import Part
+from throughtime.stream.recording import Part, as_columns
 
-Row: TypeAlias = Mapping[str, Any]
 Lines: TypeAlias = dict[str, tuple[str, Any, Any]]
 """By their names: the style of a line, such as `-` or `o`, x and y."""
 _PLAYED = 100_000  # steps of the longest recording: some seconds
@@ -60,14 +53,14 @@ def write_report(run: Run) -> Path:
 
     Cost: a forward pass over at most 100,000 steps.
     """
-    folder, names = run.files, list(run.spec.metrics().compute())
+    folder = run.files
     rows = folder.read_metrics()
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
         raise RunError(
             f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
             " written"
         )
-    audit = AuditReport.read(folder.audit) if folder.audit.exists() else None
+    audit = read_results(folder.audit, AuditReport, "audit") if folder.audit.exists() else None
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -81,16 +74,10 @@ def write_report(run: Run) -> Path:
         data=rows[0],
         last=rows[-1],
         weights=sum(weight.numel() for weight in run.net.parameters()),
-        gradient=describe_policy(run.config),
         recording=_longest(run),
-        scores=_scores(run, rows, names),
-        titles=METRIC_NAMES,
-        forecasts=FORECASTS,
-        is_comparison=is_comparison,
-        number=number_text,
-        learning=_learning(rows, names),
+        scores=_scores(run, rows),
+        learning=_learning(rows),
         audit=audit,
-        reach_chart=audit and reach_chart(audit),
         counted=counted,
         listed=listed,
     )
@@ -108,112 +95,82 @@ def _longest(run: Run) -> dict[str, Any]:
             split, recordings = run.in_split()
         except DataError:
             split, recordings = run.in_split(split="train")
-        recording = max(recordings, key=len)
-        panels, errors = play(run, recording)
+        whole = max(recordings, key=len)
+        panels, errors = play(run, Part(whole, 0, min(len(whole), _PLAYED)))
     except DataError as error:
         return {"error": str(error)}
-    figures, regress = list[tuple[str, str]](), run.spec.layout.task == "regress"
-    for span in (slice(0, len(errors)), *_worst(errors)):
+    figures, steps = list[tuple[str, str]](), np.arange(len(errors))
+    for name, span in ((whole.name, slice(0, len(errors))), *_worst(errors)):
         mean = np.nan_to_num(errors[span]).sum() / max(1, np.isfinite(errors[span]).sum())
+        regress = run.spec.layout.task == "regress"
         error = f"RMSE {mean**0.5:.4g}" if regress else f"{mean:.1%} of labels wrong"
-        which = "Its worst stretch" if figures else recording.name
-        text = f"{which}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions;"
+        text = (
+            f"{name}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions; {error}"
+        )
         shown = {
-            title: {name: (s, x[span], y[span]) for name, (s, x, y) in lines.items()}
+            title: {line: ("-", steps[span], y[span]) for line, y in lines.items()}
             for title, lines in panels.items()
         }
-        figures.append((chart(shown, f"{text} {error}", 660, xlabel="step"), f"{text} {error}"))
+        figures.append((chart(shown, text, "step", 660), text))
     return {"split": split, "figures": figures}
 
 
-def play(run: Run, recording: Recording) -> tuple[dict[str, Lines], Array]:
-    """The panels that show a recording, played from its first step, and its errors.
+def play(run: Run, recording: Recording) -> tuple[dict[str, dict[str, Array]], Array]:
+    """The lines of the panels that show a recording, played from its first step, and its errors.
 
     The errors `(T,)` are 1 where a class or label is wrong, or squared, and NaN without a target.
     """
-    spec, part = run.spec, Part(recording, 0, min(len(recording), _PLAYED))
-    outputs, _ = predict(run.net, part, dtype=spec.torch_dtype, missing=run.config.missing)
-    values, steps = spec.probabilities(outputs).double().cpu().numpy(), part.read(0, len(part))
-    inputs, true = steps.inputs.reshape(len(part), -1), np.full(len(part), np.nan)
+    spec, steps = run.spec, recording.read(0, len(recording))
+    outputs, _ = predict(run.net, recording, dtype=spec.torch_dtype, missing=run.config.missing)
+    values, inputs = spec.probabilities(outputs).double().cpu().numpy(), as_columns(steps.inputs)
+    true = np.full(len(recording), np.nan)
     if steps.targets is not None:
-        rows = steps.targets.reshape(len(part), -1)[:, 0].astype(np.float64)
-        masked = ~np.isfinite(inputs).all(axis=1) | ((rows < 0) & bool(spec.classes))
-        true = np.where(masked, np.nan, rows)
-
-    def lines(names: Sequence[str], columns: Any) -> Lines:
-        return {name: ("-", np.arange(len(y)), y) for name, y in zip(names, columns, strict=False)}
-
+        true = as_columns(steps.targets)[:, 0]
+        true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
     name, columns = spec.target_names[0], spec.layout.inputs[:_INPUTS]
-    panels = {column: lines([column], [x]) for column, x in zip(columns, inputs.T, strict=False)}
+    panels = {column: {column: x} for column, x in zip(columns, inputs.T, strict=False)}
     if not spec.classes:
-        panels[f"{name}: predicted"] = lines(("target", "predicted"), (true, values[:, 0]))
+        panels[f"{name}: predicted"] = {"target": true, "predicted": values[:, 0]}
         answers = values[:, 0].round() if spec.is_multilabel else values[:, 0]
         return panels, np.square(answers - true)
-    often = np.bincount(true[np.isfinite(true)].astype(int), minlength=len(spec.classes))
-    shown = np.sort(np.argsort(-often, kind="stable")[:_CLASSES]).tolist()
-    names = [spec.classes[i] for i in shown]
-    panels[f"label: {name}"] = lines(names, [np.where(true == i, i, np.nan) for i in shown])
-    panels["predicted probability"] = lines(names, values.T[shown])
+    shown = {spec.classes[i]: i for i in np.sort(np.argsort(-values.mean(axis=0))[:_CLASSES])}
+    panels[f"label: {name}"] = {key: np.where(true == i, i, np.nan) for key, i in shown.items()}
+    panels["predicted probability"] = {key: values[:, i] for key, i in shown.items()}
     return panels, np.where(np.isnan(true), np.nan, values.argmax(axis=1) != true)
 
 
-def _worst(errors: Array) -> list[slice]:
+def _worst(errors: Array) -> list[tuple[str, slice]]:
     """The steps with the largest sum of errors; none of a recording that shows them anyway."""
     length = min(_STRETCH, len(errors) // 4)
     sums = np.cumsum([0.0, *np.nan_to_num(errors)])
     if length < 20 or not sums[-1] > 0:
         return []
     start = int(np.argmax(sums[length:] - sums[:-length]))
-    return [slice(start, start + length)]
+    return [("Its worst stretch", slice(start, start + length))]
 
 
-def _scores(run: Run, rows: Sequence[Row], names: Sequence[str]) -> dict[str, Scores]:
+def _scores(run: Run, rows: Sequence[Row]) -> dict[str, Scores]:
     """The last validation of the model, and every split that `eval` has scored."""
-    valid, scores, path = [row for row in rows if row["kind"] == "valid"], {}, run.folder
-    for row in [row for row in valid if row["update"] == run.spec.update] or valid[-1:]:
-        metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-        scores["valid"] = Scores("valid", metrics, row["recordings"])
-    try:
-        for path in sorted(run.folder.glob("scores-*.json")):
-            content = TypeAdapter(Scores).validate_json(path.read_bytes())
-            scores[content.split] = content
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path}: not scores that `throughtime eval` wrote ({one_line(error)}); remove it, or"
-            " run eval again"
-        ) from error
-    return scores
+    every = validation_scores(run, rows)
+    for path in sorted(run.folder.glob("scores-*.json")):
+        every.append(read_results(path, Scores, "eval"))
+    return {scores.split: scores for scores in every}
 
 
-def _learning(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """The loss, smoothed over an epoch or a tenth of the run, and a score of validations."""
+def _learning(rows: Sequence[Row]) -> str:
+    """The loss of training, smoothed over an epoch or a tenth of the run, and of validations."""
     train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
     share = min(0.1, rows[0]["steps"] / max(1, train[-1]["frames"]))
     width = max(1, round(share * len(train)))
     means = np.convolve([row["loss"] for row in train], np.full(width, 1 / width), "valid")
     losses: Lines = {"training": ("-", [row["update"] for row in train[width - 1 :]], means)}
-    key = "macro_f1" if "macro_f1" in names else names[0]
-    name, scored = METRIC_NAMES.get(key, key), [row["update"] for row in valid]
-    scores: Lines = {"validation": ("o", scored, [row[key] for row in valid])}
     if valid:
+        scored = [row["update"] for row in valid]
         losses["validation"] = "o", scored, [row["loss"] for row in valid]
-    alts = f"of training from {means[0]:.4g} to {means[-1]:.4g}", f"of {len(valid)} validations"
-    charts = (("Loss", losses, alts[0]), (name, scores, alts[1]))[: 1 + bool(valid)]
-    return [chart({title: part}, f"{title} {alt}", xlabel="update") for title, part, alt in charts]
-
-
-def reach_chart(report: AuditReport) -> str:
-    """The gradient by lag."""
-    reach = report.reach
-    shares = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
-    return chart(
-        {"How far back the gradient goes": {"whole state": ("-", reach.lags, reach.norms)}},
-        f"How far back the gradient goes: {shares} steps, mean of {reach.anchors} losses",
-        xlabel="lag: steps before the loss",
-        ylabel="gradient norm",
-        xscale="log",
-        yscale="log" if max(reach.norms) > 0 else "linear",
+    alt = (
+        f"Loss of training from {means[0]:.4g} to {means[-1]:.4g}, and of {len(valid)} validations"
     )
+    return chart({"Loss": losses}, alt, "update")
 
 
 def printable(text: str) -> str:
@@ -221,14 +178,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-def chart(panels: Mapping[str, Lines], alt: str, width: int = 400, **settings: Any) -> str:
+def chart(panels: Mapping[str, Lines], alt: str, xlabel: str, width: int = 400) -> str:
     """Panels of lines below each other as an SVG element in the colours of the page.
 
     Args:
         panels: the lines of each, by its title.
         alt: what the chart shows, for those who do not see it.
+        xlabel: of the axis that all share.
         width: in units, of which a desk has 1,000.
-        settings: of the axes, such as `xscale="log"`.
     """
     file, label = io.StringIO(), escape(printable(alt))
     height = 250 if len(panels) == 1 else 40 + 85 * len(panels)
@@ -242,13 +199,11 @@ def chart(panels: Mapping[str, Lines], alt: str, width: int = 400, **settings: A
                 values = np.array(y, dtype=np.float64)
                 values[~(np.abs(values) < 1e300)] = np.nan  # a gap: no axis can show it
                 axes.plot(x, values, marks, label=printable(name))
-            axes.set(title=printable(title), **settings)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter("{x:,g}")
-                axis.set_minor_formatter("")
+            axes.set_title(printable(title))
+            axes.xaxis.set_major_formatter("{x:,g}")
             if len(lines) > 1:
                 axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(lines))
-            axes.label_outer()
+        every[-1].set_xlabel(xlabel)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
     svg = re.sub(r' id="[a-zA-Z]+[\w.]*_\d+"', "", svg)  # of groups: each figure counts anew

@@ -1,24 +1,24 @@
 """Predictions of a finished run, written to files: one recording, or all of a split to a folder.
 
-A file appears whole or not at all: it is written under another name first. Memory does not grow
-with the length of a recording.
+A file appears whole or not at all: it is written under another name first. Memory holds the
+outputs of one recording.
 
-Shapes: `T` steps, `n` of a chunk, `C` classes or output columns.
+Shapes: `T` steps, `n` of some, `C` classes or output columns.
 """
 
 import csv
-import io
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from throughtime.app.config import PredictOptions
 from throughtime.app.load import Run
+from throughtime.app.model import ModelSpec
+from throughtime.app.settings import PredictOptions
 from throughtime.errors import ConfigError, listed
 from throughtime.files import named_errors, write_atomically
 from throughtime.predict import predict
@@ -27,77 +27,13 @@ from throughtime.stream.formats import SUFFIXES
 from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import step_times
+from throughtime.stream.recording import as_columns, read_blocks, step_times
 
 LISTING = "predictions.json"
-_SUFFIXES = (".npy", ".csv")
 _CHUNK = 8192  # steps
 _UNSAFE = re.compile(r"[^\w .=+@#-]+")  # characters that a system may refuse in a file name
 _LONGEST = 120  # characters of a part of a path
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of one
-
-
-class PredictionWriter:
-    """The array that `tt.predict` fills: outputs as probabilities, counted, and written to a file.
-
-    A `.npy` has the shape `(T, C)`. A `.csv` has a row per step: the step, its time stamp if the
-    recording has some, the time or the row that a single forecast is for, the class, and a
-    probability of each class or a value of each target.
-
-    Args:
-        file: open for bytes.
-        suffix: of its format.
-        recording: that is predicted.
-        run: its model.
-
-    Attributes:
-        skipped: the number of steps that were left out.
-    """
-
-    def __init__(self, file: BinaryIO, suffix: str, recording: Recording, run: Run) -> None:
-        self._file, self._suffix, self.skipped = file, suffix, 0
-        self._recording, self._spec = recording, run.spec
-        if suffix == ".npy":  # appended to: mapping it would keep its pages in memory
-            shape, kind = (len(recording), run.spec.outputs), np.dtype(run.spec.dtype).str
-            header = {"descr": kind, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_2_0(file, header)
-
-    def __setitem__(self, steps: slice, values: Array) -> None:
-        spec, start, stop = self._spec, steps.start, steps.start + len(values)
-        if spec.difference:  # where the present value is missing, a change from it says nothing
-            inputs = self._recording.read(start, stop).inputs.reshape(len(values), -1)
-            present = inputs[:, list(spec.difference)]
-            values = np.where(np.isfinite(present), values, np.nan)
-        self.skipped += int(np.isnan(values).any(axis=1).sum())
-        values = spec.probabilities(torch.from_numpy(values)).numpy()
-        if self._suffix == ".npy":
-            self._file.write(np.ascontiguousarray(values).tobytes())
-        else:
-            columns, text = self._columns(start, stop, values), io.StringIO(newline="")
-            rows = csv.writer(text)
-            if start == 0:
-                rows.writerow(map(plain_text, columns))
-            rows.writerows(zip(*columns.values(), strict=True))
-            self._file.write(text.getvalue().encode())
-
-    def _columns(self, start: int, stop: int, outputs: Array) -> dict[str, Sequence[Any]]:
-        """The columns of some steps; `outputs` `(n, C)` are probabilities, or values."""
-        spec, recording, steps = self._spec, self._recording, np.arange(start, stop)
-        columns: dict[str, Sequence[Any]] = {"step": steps.tolist()}
-        times = step_times(recording, start, stop)
-        if times is not None:
-            columns["time"] = time_texts(times.astype("M8[ns]"))
-        if len(spec.layout.ahead) == 1:
-            columns["forecast_for"] = (steps + spec.layout.ahead[0]).tolist()
-        if spec.classes:
-            names = [*map(plain_text, spec.classes), ""]  # none where a step was left out
-            missing = np.isnan(outputs).any(axis=1)
-            chosen = np.where(missing, -1, outputs.argmax(axis=1))
-            columns["class"] = [names[i] for i in chosen.tolist()]
-        sign = "p" if spec.classes or spec.is_multilabel else "y"
-        for name, y in zip(spec.classes or spec.target_names, outputs.T, strict=True):
-            columns[f"{sign}[{name}]"] = [f"{value:.6g}" for value in y.tolist()]
-        return columns
 
 
 def plain_text(text: str) -> str:
@@ -126,7 +62,7 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
 
     Args:
         run: its model and settings.
-        options: the recordings, default: those that `recordings_for` takes; the file or folder,
+        options: the recordings, default: those that `Run.recordings` takes; the file or folder,
             default: predictions.csv, or the folder predictions; how to treat NaN.
 
     Raises:
@@ -135,18 +71,16 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
     """
     data, split = options.data, options.split
     many = split is not None or data is None or is_folder(data) or is_manifest(data)
-    form = options.format or "csv"
-    out = options.out or Path("predictions" + f".{form}" * (not many))
+    out = options.out or Path("predictions" if many else "predictions.csv")
     suffix = "" if out.is_dir() else out.suffix.lower()
-    allowed = _SUFFIXES if options.format is None else [f".{form}"]
-    if suffix and (many or suffix not in allowed):
+    if suffix and (many or suffix not in {".npy", ".csv"}):
         raise ConfigError(
-            f"--out {out}: predictions are written as {listed(allowed)}, those of many recordings"
-            " to a folder"
+            f"--out {out}: predictions are written as .npy or .csv, those of many recordings as"
+            " .csv to a folder"
         )
     recordings = run.recordings(data, split, targets=False)
     names = file_names([recording.name for recording in recordings])
-    paths = [out] if suffix else [out / f"{name}.{form}" for name in names]
+    paths = [out] if suffix else [out / f"{name}.csv" for name in names]
     entries = find_recordings(data or Path(run.config.data), run.spec.layout.static)
     kept = {source.resolve() for entry in entries for source in entry.inputs}
     if lost := [path for path in paths if path.resolve() in kept]:
@@ -155,24 +89,66 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
         write_atomically(out / LISTING, json.dumps([path.name for path in paths]).encode())
     done = list[WrittenFile]()
     for recording, path in zip(recordings, paths, strict=True):
-        skipped = _write(run, recording, path, options)
-        done.append(WrittenFile(path, len(recording), skipped))
+        how: Any = {"missing": options.missing, "on_nan": options.on_nan}
+        outputs, _ = predict(run.net, recording, dtype=run.spec.torch_dtype, **how)
+        values = _values(run.spec, recording, outputs)
+        _write(run.spec, recording, values, path)
+        done.append(WrittenFile(path, len(values), int(np.isnan(values).any(axis=1).sum())))
     return done
 
 
-def _write(run: Run, recording: Recording, out: Path, options: PredictOptions) -> int:
-    """Write the predictions of a recording; return the number of steps left out."""
+def _values(spec: ModelSpec, recording: Recording, outputs: Tensor) -> Array:
+    """Probabilities, or numbers, `(T, C)`; NaN where a step was left out."""
+    values = spec.probabilities(outputs).cpu().numpy()
+    if spec.difference:  # where the present value is missing, a change from it says nothing
+        for start, steps in read_blocks(recording):
+            present = as_columns(steps.inputs)[:, list(spec.difference)]
+            values[start : start + len(present)][~np.isfinite(present)] = np.nan
+    return values
+
+
+def _write(spec: ModelSpec, recording: Recording, values: Array, out: Path) -> None:
+    """Write a `.npy` file, or a `.csv` with a row per step.
+
+    A row has the step, its time stamp if the recording has some, the class, and a probability of
+    each class or a value of each target.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary, dtype = out.with_name(f".{out.stem}.part{out.suffix}"), run.spec.torch_dtype
-    how: Any = {"missing": options.missing, "on_nan": options.on_nan, "dtype": dtype}
+    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
-        with named_errors(out), temporary.open("wb") as file:
-            outputs = PredictionWriter(file, out.suffix.lower(), recording, run)
-            predict(run.net, recording, chunk=_CHUNK, out=outputs, **how)
+        if out.suffix.lower() == ".npy":
+            with named_errors(out), temporary.open("wb") as file:
+                np.save(file, values)
+        else:
+            with named_errors(out), temporary.open("w", encoding="utf-8", newline="") as text:
+                rows = csv.writer(text)
+                for start in range(0, len(values), _CHUNK):
+                    columns = _columns(spec, recording, start, values[start : start + _CHUNK])
+                    if start == 0:
+                        rows.writerow(map(plain_text, columns))
+                    rows.writerows(zip(*columns.values(), strict=True))
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
-    return outputs.skipped
+
+
+def _columns(
+    spec: ModelSpec, recording: Recording, start: int, values: Array
+) -> dict[str, Sequence[Any]]:
+    """The columns of some steps; `values` `(n, C)`."""
+    steps = range(start, start + len(values))
+    columns: dict[str, Sequence[Any]] = {"step": steps}
+    times = step_times(recording, start, steps.stop)
+    if times is not None:
+        columns["time"] = time_texts(times.astype("M8[ns]"))
+    if spec.classes:
+        names = [*map(plain_text, spec.classes), ""]  # none where a step was left out
+        chosen = np.where(np.isnan(values).any(axis=1), -1, values.argmax(axis=1))
+        columns["class"] = [names[i] for i in chosen.tolist()]
+    sign = "p" if spec.classes or spec.is_multilabel else "y"
+    for name, y in zip(spec.classes or spec.target_names, values.T, strict=True):
+        columns[f"{sign}[{name}]"] = [f"{value:.6g}" for value in y.tolist()]
+    return columns
 
 
 def file_names(names: Sequence[str]) -> list[str]:
@@ -187,15 +163,11 @@ def file_names(names: Sequence[str]) -> list[str]:
     """
     files = dict[str, str]()  # by what a system takes for the same name
     for name in names:
-        stem, dot, suffix = name.rpartition(".")
-        stem = stem if stem and dot + suffix.lower() in SUFFIXES else name
-        path = "/".join(map(_safe, stem.split("/")))
-        if path.casefold() in files:
-            raise ConfigError(f"two recordings would be written to {path}; rename one: {name}")
-        files[path.casefold()] = path
+        path = Path(name)
+        stem = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
+        parts = (_UNSAFE.sub("-", part)[:_LONGEST].strip(" .-") or "-" for part in stem.parts)
+        file = "/".join(parts)
+        if file.casefold() in files:
+            raise ConfigError(f"two recordings would be written to {file}; rename one: {name}")
+        files[file.casefold()] = file
     return [*files.values()]
-
-
-def _safe(part: str) -> str:
-    """A part of a path of plain characters that names no other folder."""
-    return _UNSAFE.sub("-", part).rstrip(" .-")[:_LONGEST].lstrip(" .") or "-"

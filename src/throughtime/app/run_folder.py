@@ -7,7 +7,6 @@ One process at a time trains a run: it holds the lock of its folder. Readers nee
 file is replaced as a whole.
 """
 
-import errno
 import json
 import os
 import re
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from throughtime import tensor_files
-from throughtime.app.config import CODE, Config
+from throughtime.app.settings import CODE, Config, read_toml
 from throughtime.app.user_class import kept_class
-from throughtime.app.values import read_toml
+from throughtime.distributed import differing_keys
 from throughtime.errors import ConfigError, RunError
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
@@ -34,11 +33,10 @@ from throughtime.stream.manifest import join_faults
 T = TypeVar("T")
 MODEL = "throughtime.model/1"
 _CHECKPOINT = "throughtime.checkpoint/1"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
-_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every", "logger"}
+_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
@@ -99,12 +97,10 @@ class RunFolder:
                     f"{self.path}: another process is training this run; wait until it has ended,"
                     " or choose another --out"
                 ) from error
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+            except OSError as error:  # if the folder is not writable, what follows says so
                 warnings.warn(
-                    f"{path}: the file system has no locks ({error.strerror}), so nothing keeps a"
-                    " second process from training the same run",
+                    f"{path}: cannot be locked ({error.strerror}), so a second process could train"
+                    " the same run",
                     stacklevel=2,
                 )
             for temporary in self.path.glob("*.tmp"):
@@ -115,21 +111,14 @@ class RunFolder:
         """Refuse a folder in which a new run cannot start.
 
         Raises:
-            RunError: it is a file, or holds results, or settings of another hand; those of a start
-                that saved nothing are replaced.
+            RunError: it is a file, or holds a run.
         """
         if self.path.is_file():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        saved = any(map(os.path.lexists, (self.checkpoint, self.model)))
-        own = self.config.exists() and self.config.read_text("utf-8", "replace")
-        try:
-            other = own and self.read_config().to_toml() != own
-        except RunError:
-            other = True
-        if saved or other:
+        if any(map(os.path.lexists, (self.config, self.checkpoint, self.model))):
             raise RunError(
-                f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
-                " choose another --out"
+                f"{self.path}: holds a run already; continue it with --resume {self.path}, choose"
+                " another --out, or remove the folder"
             )
 
     def create(self, config: Config) -> None:
@@ -172,14 +161,10 @@ class RunFolder:
             RunError: names the settings, with both values.
         """
         now, before = plain_settings(config), saved["settings"]
-        changed = [
-            f"{name} {before.get(name)} to {now.get(name)}"
-            for name in sorted(dict(before.items() ^ now.items()))
-            if name not in _FREE
-        ]
-        if changed:
+        if changed := [name for name in differing_keys(before, now) if name not in _FREE]:
+            values = (f"{name} {before.get(name)} to {now.get(name)}" for name in changed)
             raise RunError(
-                f"{self.config}: has changed since the checkpoint: {', '.join(changed)}; put the"
+                f"{self.config}: has changed since the checkpoint: {', '.join(values)}; put the"
                 " values back, or begin a new run with --config and another --out"
             )
 
@@ -216,22 +201,16 @@ class RunFolder:
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
-    def save(self, content: Mapping[str, Any], model: bytes | bytearray, update: int) -> None:
+    def save(self, content: Mapping[str, Any], model: bytearray) -> None:
         """Write checkpoint and model, after the lines of the log that the checkpoint counts.
 
         Raises:
-            RunError: the disk is full or not writable; the previous ones are untouched.
+            OSError: the disk is full or not writable; the previous ones are untouched.
         """
+        if self.metrics.exists():
+            sync(self.metrics)
         checkpoint = checkpoint_bytes({**self.kept, **content})
-        try:
-            if self.metrics.exists():
-                sync(self.metrics)
-            write_together({self.checkpoint: checkpoint, self.model: model})
-        except OSError as error:
-            raise RunError(
-                f"{self.checkpoint}: the checkpoint of update {update} could not be written"
-                f" ({error}); an earlier one is untouched"
-            ) from error
+        write_together({self.checkpoint: checkpoint, self.model: model})
 
     def model_bytes(self, weights: Mapping[str, Tensor], update: int) -> bytearray:
         """The content of the model file: weights and statistics by name, and the description.
@@ -254,22 +233,19 @@ class RunFolder:
     def _lines(self) -> list[bytes]:
         """The lines in JSON without their checksums, which are right."""
         try:
-            *lines, rest = self.metrics.read_bytes().split(b"\n")
+            lines = self.metrics.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise RunError(f"{self.metrics}: cannot be read ({error.strerror}); {_LOG}") from error
-        if _SEALED.fullmatch(rest[:-1]):  # only the end of the line is damaged
-            lines.append(rest)
-        contents: list[bytes] = []
+        contents = list[bytes]()
         for number, line in enumerate(lines, start=1):
             match = _SEALED.fullmatch(line)
             content = b"" if match is None else match[1] + b"}"
-            if match is None or _checksum(content) != match[2]:
+            if match is not None and _checksum(content) == match[2]:
+                contents.append(content)
+            elif number < len(lines) or _SEALED.fullmatch(line[:-1]):  # or its end is damaged
                 raise RunError(
                     f"{self.metrics}: line {number} is damaged (its checksum differs); {_LOG}"
                 )
-            contents.append(content)
         return contents
 
     def truncate_metrics(self, count: int) -> int:
@@ -364,11 +340,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         structure, plain = description
         # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and a
         # resumed run must round as before.
-        copies = {int(i): tensor.clone() for i, tensor in tensors.items()}
-        leaves = [copies.pop(i) if leaf == [] else leaf for i, leaf in enumerate(plain)]
+        leaves = [tensors[str(i)].clone() if leaf == [] else leaf for i, leaf in enumerate(plain)]
         content = tree_unflatten(leaves, treespec_loads(structure))
-        if copies or not isinstance(content, dict):
-            raise ValueError(f"tensors {sorted(copies)} belong to no value")
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise RunError(
             f"{path}: not what `throughtime train` wrote ({error!r}); {_NO_CHECKPOINT}"

@@ -4,7 +4,8 @@ Shapes: `N` valid steps, `C` labels or classes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,21 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from throughtime.errors import DataError, listed
-from throughtime.metrics import Classification, Metrics
+from throughtime.errors import counted
+from throughtime.metrics import Metrics
 
-METRIC_NAMES = {
-    "rmse": "RMSE",
-    "r2": "R²",
-    "esr": "ESR",
-    "macro_f1": "macro-F1",
-}
-MODEL = "model"
-FORECASTS = {
-    MODEL: "model",
-    "persistence": "value now",
-    "season": "value one season before",
-}
+_MOST_ROWS = 12  # recordings, or classes of a confusion, in a table
 _BINS, _LARGEST = 4096, 30.0  # of log-odds: 0.015 apart, which no ranking of a recording notices
 
 
@@ -37,11 +27,7 @@ class MultiLabel:
     neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
 
     Args:
-        labels: their names, in the order of the outputs, or their number.
-
-    Raises:
-        ConfigError: neither, or no label.
-        DataError: a target that is neither 0 nor 1, or outputs that are NaN or of another number.
+        labels: their names, in the order of the outputs.
 
     Example:
         >>> import torch
@@ -52,8 +38,8 @@ class MultiLabel:
         (0.75, 1.0)
     """
 
-    def __init__(self, labels: Sequence[str] | int) -> None:
-        self.names = Classification(labels).names
+    def __init__(self, labels: Sequence[str]) -> None:
+        self.names = labels
         self.counts = torch.zeros(len(self.names), 4, dtype=torch.long, device="cpu")
 
     def new(self) -> "MultiLabel":
@@ -61,16 +47,8 @@ class MultiLabel:
         return MultiLabel(self.names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs and targets, both `(N, C)`."""
-        true = targets.view_as(outputs)
-        fits = outputs.shape[1:] == (len(self.names),) and not bool(outputs.isnan().any())
-        if not fits or bool(((true != 0) & (true != 1)).any()):
-            raise DataError(
-                f"expected outputs (N, {len(self.names)}), a number for each of the labels"
-                f" {listed(self.names, quoted=True)}, and targets of 0 and 1; got"
-                f" {tuple(outputs.shape)}, NaN or other targets"
-            )
-        cases = 2 * true.long() + (outputs > 0)
+        """Add outputs and targets of 0 and 1, both `(N, C)`."""
+        cases = 2 * targets.view_as(outputs).long() + (outputs > 0)
         self.counts += one_hot(cases.cpu(), 4).sum(dim=0)
 
     def merge(self, other: "MultiLabel") -> None:
@@ -89,30 +67,64 @@ class MultiLabel:
 
 
 @dataclass(frozen=True)
-class ClassRow:
-    """Steps of a class, and its scores against all others."""
-
-    steps: float
-    precision: float
-    recall: float
-    f1: float
-    auroc: float
-    auprc: float
-
-
-@dataclass(frozen=True)
 class Scores:
-    """What the report shows of the scores of a split; as `evaluate_run` names it."""
+    """The scores of a split, as `scores-SPLIT.json` has them.
+
+    Attributes:
+        split: its name.
+        update: of the weights.
+        data: the path of the recordings.
+        steps: that were scored.
+        metrics: over all recordings together; of a forecast those of the baselines, too, and of
+            classes those of `ClassScores`.
+        recordings: metrics of each.
+        confusion: of each true class, how often each class was predicted.
+    """
 
     split: str
+    update: int
+    data: str
+    steps: int
     metrics: Mapping[str, float]
     recordings: Mapping[str, Mapping[str, float]]
-    classes: Mapping[str, ClassRow] = field(default_factory=dict[str, ClassRow])
-    confusion: Sequence[Sequence[int]] = ()
+    confusion: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Any])
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """Of each table the caption, the heads of the columns, and the rows of texts."""
+        plain = [name for name in self.metrics if "[" not in name]
+        named = defaultdict[str, dict[str, float]](dict)
+        for key, value in self.metrics.items():
+            kind, bracket, name = key.partition("[")
+            if bracket:
+                named[name[:-1]][kind] = value
+        count = len(self.recordings)
+        each = self.recordings if count <= _MOST_ROWS else {}
+        yield (
+            f"{counted(count, 'whole recording')} of '{self.split}', the state carried",
+            ["recording", *plain],
+            _texts({**each, "all steps together": self.metrics}, plain),
+        )
+        if named:
+            kinds = [*next(iter(named.values()))]
+            heads = ["class or target", *kinds]
+            yield "each class or target by itself", heads, _texts(named, kinds)
+        if 0 < len(self.confusion) <= _MOST_ROWS:
+            yield (
+                "steps of each true class, a row, by the class that is predicted, a column",
+                ["true class", *self.confusion],
+                [[name, *map(number_text, row)] for name, row in self.confusion.items()],
+            )
+
+
+def _texts(rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> list[list[str]]:
+    return [
+        [name, *(number_text(row.get(column, math.nan)) for column in columns)]
+        for name, row in rows.items()
+    ]
 
 
 class ClassScores:
-    """Precision, recall, F1, AUROC and AUPRC of each class against all others, and the confusion.
+    """Precision, recall, AUROC and AUPRC of each class against all others, and the confusion.
 
     Rankings are those of histograms of the log-odds, so memory does not grow with the steps. AUPRC
     is the average precision: the sum of precision times the gain in recall, without interpolation.
@@ -132,47 +144,37 @@ class ClassScores:
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs `(N, C)`, logits, and classes `(N,)`."""
         count, true = len(self._names), targets.long().flatten().cpu()
-        logs = outputs.detach().double().cpu().log_softmax(dim=1)
-        odds = (logs - (-torch.expm1(logs)).log()).clamp(-_LARGEST, _LARGEST)
+        shares = outputs.detach().double().cpu().softmax(dim=1)
+        odds = shares.logit().clamp(-_LARGEST, _LARGEST)
         bins = ((odds + _LARGEST) * ((_BINS - 1) / (2 * _LARGEST))).round().long()
         each = torch.arange(count, device="cpu")
         rows = ((true[:, None] == each) * count + each) * _BINS + bins  # of others, of the class
-        pairs = true * count + logs.argmax(dim=1)
+        pairs = true * count + shares.argmax(dim=1)
         for total, index in ((self.confusion, pairs), (self._ranked, rows.flatten())):
             total.add_(torch.bincount(index, minlength=total.numel()).view_as(total))
 
-    def compute(self) -> dict[str, ClassRow]:
-        """By class; NaN where undefined."""
+    def compute(self) -> Metrics:
+        """The values "steps[NAME]", "precision[NAME]" and so on; NaN where undefined."""
         confusion = self.confusion.double()
         right, true, named = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
         others, own = self._ranked.double().flip(2)  # by falling odds
         false_hits, hits = others.cumsum(1), own.cumsum(1)
-        columns = (
-            true,
-            right / named,
-            right / true,
-            2 * right / (true + named),
-            (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
-            (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
-        )
-        return {
-            name: ClassRow(*row)
-            for name, row in zip(self._names, torch.stack(columns, dim=1).tolist(), strict=True)
+        columns = {
+            "precision": right / named,
+            "recall": right / true,
+            "auroc": (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
+            "auprc": (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
+            "steps": true,
         }
-
-    def facts(self) -> dict[str, Any]:
-        """The scores of each class and the confusion as plain values."""
-        return {"classes": self.compute(), "confusion": self.confusion.tolist()}
+        return {
+            f"{key}[{name}]": value
+            for key, values in columns.items()
+            for name, value in zip(self._names, values.tolist(), strict=True)
+        }
 
 
 def number_text(value: float) -> str:
-    """Four digits or decimals and a minus sign; a dash for a number that is not finite."""
+    """Four digits, or a whole number; a dash for a number that is not finite."""
     if not math.isfinite(value):
         return "\u2013"
-    form = "," if isinstance(value, int) else ".4f" if 1e-3 < abs(value) < 10 else ".4g"
-    return format(value, form).replace("-", "\u2212")
-
-
-def is_comparison(name: str) -> bool:
-    """Whether a metric of a forecast is one of the comparison with the baselines."""
-    return name.partition("/")[0] in {"compared", *FORECASTS} and "/" in name
+    return format(value, "," if isinstance(value, int) else ".4g")

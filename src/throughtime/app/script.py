@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from throughtime.app.config import DoctorOptions
+from throughtime.app.settings import DoctorOptions
 from throughtime.doctor import doctor as open_doctor
 from throughtime.errors import ConfigError
 

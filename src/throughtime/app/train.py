@@ -1,42 +1,84 @@
-"""Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment."""
+"""Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment.
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+torchrun starts the ranks of a run. All of them do the same; only the first writes and prints. A
+rank that fails prints why and ends, and torchrun ends the others.
+"""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import distributed
 
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset, training_stream
-from throughtime.app.distributed import ALONE, from_first
+from throughtime.app.data import open_dataset, target_moments
 from throughtime.app.evaluate import evaluate_recordings
-from throughtime.app.fit import Fit, Row, fit
-from throughtime.app.load import resolve_task, task_remark
-from throughtime.app.loggers import summary_writer, tensorboard
+from throughtime.app.fit import Fit, Row, fit, from_first
 from throughtime.app.model import (
+    ModelSpec,
     build_model,
     check_device,
     make_loss,
+    make_stream,
     own_class,
     prepare_own,
     set_statistics,
 )
 from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule, updates_per_epoch
 from throughtime.app.run_folder import RunFolder, plain_settings
+from throughtime.app.settings import Config
 from throughtime.app.user_class import remember
 from throughtime.distributed import Ranks, differing_keys
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
 from throughtime.gradient import seed_generators
-from throughtime.stream.manifest import join_faults
 
+_ALONE = Ranks(0, 1, torch.device("cpu"))
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
     " recordings held out choose the best)"
 )
+
+
+@contextmanager
+def started_ranks(config: Config) -> Generator[Ranks]:
+    """This process among those that torchrun has started, or alone.
+
+    Raises:
+        ConfigError: lanes that they cannot share, or devices that this machine lacks.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or not distributed.is_torchelastic_launched():
+        yield _ALONE
+        return
+    if config.lanes % count:
+        raise ConfigError(
+            f"--lanes {config.lanes} are those of all ranks together, and each of the {count} that"
+            f" torchrun has started plays the same number: take a multiple of {count}, such as"
+            f" {-(-config.lanes // count) * count}"
+        )
+    device = torch.device(config.device)
+    if device.type != "cpu":  # each rank of a machine takes a GPU of its own
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        if str(device) != device.type or local >= gpus:
+            raise ConfigError(
+                f"--device {device} for rank {local} of a machine that has {gpus} GPUs: each rank"
+                f" takes its own; write --device {device.type}, --nproc-per-node {max(gpus, 1)} to"
+                " torchrun"
+            )
+        torch.accelerator.set_device_index(local)
+        device = torch.device(device.type, local)
+    distributed.init_process_group(distributed.get_default_backend_for_device(device))
+    try:
+        yield Ranks(distributed.get_rank(), count, device)
+    finally:
+        distributed.destroy_process_group()  # a rank that waits for this one gets an error
 
 
 class Training:
@@ -45,37 +87,35 @@ class Training:
     Each rank has its own, and all of them do the same; only the first writes the folder.
 
     Args:
-        config: the settings of the run, all resolved.
+        config: the settings of the run, with the files of code by paths that may be executed.
         folder: of the run.
         ranks: those that train it.
-        remarks: to print before those on the data.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        ranks: Ranks,
-        remarks: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, config: Config, folder: RunFolder, ranks: Ranks) -> None:
         check_device(config.device)
         dataset, own = open_dataset(config), own_class(config)
+        config = config.changed(task=dataset.layout.task)
         self.config, self.folder, self.ranks = config, folder, ranks
+        self.spec = spec = ModelSpec.from_data(config, dataset)
         seed_generators(config.seed, torch.device(config.device))
-        changed = [
-            name for name in _SIZES if getattr(config, name) != Config.model_fields[name].default
-        ]
-        self.net = build_model(dataset.spec, own, changed)
-        set_statistics(self.net, dataset.statistics)
+        defaults = Config.model_fields
+        changed = [name for name in _SIZES if getattr(config, name) != defaults[name].default]
+        self.net, statistics = build_model(spec, own, changed), dataset.statistics
+        if spec.difference or len(spec.layout.ahead) > 1:
+            moments = target_moments(dataset.train, spec.difference)
+            statistics = replace(statistics, targets=moments)
+        set_statistics(self.net, statistics)
         self.net.to(config.device)
         if own is not None:
-            prepare_own(self.net, dataset.spec)
-        self.stream = training_stream(dataset, config, ranks.count)
+            prepare_own(self.net, spec)
+        how = {"seed": config.seed, "hand_off": config.hand_off}
+        self.stream = make_stream(dataset.train, spec, config, config.lanes // ranks.count, **how)
         self.policy = make_policy(config)
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, ranks.count)
         total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
-        self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
+        self.loss_fn = make_loss(spec, self.net, config.loss)
         self.schedule = make_schedule(self.optimizer, config, self.stream, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if not self.validates and (config.patience or config.schedule == "plateau"):
@@ -84,10 +124,16 @@ class Training:
                 " are none: hold recordings out (--holdout, or a split valid), with --valid-every"
                 " above 0"
             )
-        last = [NOT_VALIDATED] if config.keep == "best" and not self.validates else []
-        self.dataset = replace(dataset, remarks=(*remarks, *dataset.remarks, *last))
-        self.resumed, self.done = False, Fit()
-        folder.facts, folder.description = self.dataset.facts(), asdict(dataset.spec)
+        if config.keep == "best" and not self.validates:
+            dataset = replace(dataset, remarks=(*dataset.remarks, NOT_VALIDATED))
+        self.dataset, self.resumed, self.done = dataset, False, Fit()
+        folder.facts = {
+            "train": len(dataset.train),
+            "valid": len(dataset.valid),
+            "steps": sum(map(len, dataset.train)),
+            "remarks": dataset.remarks,
+        }
+        folder.description = asdict(spec)
         folder.checkpoint_every = config.checkpoint_every
         folder.kept = {
             "spec": folder.description,
@@ -96,7 +142,7 @@ class Training:
         }
 
     @classmethod
-    def begin(cls, config: Config, ranks: Ranks = ALONE) -> "Training":
+    def begin(cls, config: Config, ranks: Ranks = _ALONE) -> "Training":
         """A new run in a new folder.
 
         Args:
@@ -108,58 +154,49 @@ class Training:
             DataError, ConfigError: what is wrong with data or settings.
         """
         folder = RunFolder(Path(config.out))
-        if config.logger:
-            summary_writer()
         from_first(ranks, folder.check_free)
-        own = _trusted(config.changed(data=str(Path(config.data).resolve())))
-        config = resolve_task(own)
-        training = cls(config, folder, ranks, () if own.task else [task_remark(config)])
+        resolved = config.changed(data=str(Path(config.data).resolve()))
+        training = cls(_trusted(resolved), folder, ranks)
         if ranks.rank == 0:
-            folder.create(config)
-            remember(config.code())
+            folder.create(training.config)
+            remember(training.config.code())
         return training
 
     @classmethod
     def resume(
-        cls,
-        path: Path,
-        *,
-        updates: int | None = None,
-        epochs: int | None = None,
-        trust_code: bool = False,
-        ranks: Ranks = ALONE,
+        cls, path: Path, *, trust_code: bool = False, ranks: Ranks = _ALONE, **end: Any
     ) -> "Training":
         """The run in a folder, to go on at its last checkpoint; at its start if it has none.
 
         Args:
             path: the folder.
-            updates: another end of the run; a finished run trains on. A run that has as many
-                already stays as it is, its settings too.
-            epochs: the same, in epochs.
             trust_code: execute the user's files that the run keeps, though this user has not
                 trained with them.
             ranks: as many as wrote the checkpoint; default: this process.
+            end: `updates` or `epochs`, another end of the run; a finished run trains on. A run that
+                has as many already stays as it is, its settings too.
 
         Raises:
             RunError: the folder holds no run, or one of other settings, or code that is not
                 trusted.
-            DataError: the columns have changed; `run` refuses other recordings.
+            DataError: what is wrong with the data; `run` refuses other recordings.
         """
         folder = RunFolder(path)
         config, saved = folder.read_config(), folder.read_checkpoint()
         if saved is not None:
             folder.check_settings(config, saved)
         own = folder.with_own_code(config, trust_code=trust_code)
-        longer = {} if updates is epochs is None else {"updates": updates, "epochs": epochs}
-        training = cls(own.changed(**longer), folder, ranks)
-        training.resumed, folder.patient = True, bool(longer)
+        if end:
+            own = own.changed(**{"updates": None, "epochs": None, **end})
+        training = cls(own, folder, ranks)
+        training.resumed, folder.patient = True, bool(end)
         if saved is not None:
             now, before = folder.description["layout"], saved["spec"]["layout"]
             if changed := differing_keys(before, now):
-                faults = [f"{k} were {before.get(k)!r} and are now {now[k]!r}" for k in changed]
+                faults = (f"{k} were {before.get(k)!r} and are now {now[k]!r}" for k in changed)
                 raise DataError(
                     f"the data of {path} have changed since the run was started:"
-                    f" {join_faults(faults)}"
+                    f" {'; '.join(faults)}"
                 )
             training.done = Fit(**saved["done"])
         return training
@@ -168,50 +205,43 @@ class Training:
         """Train to the end: log, validate, save.
 
         Args:
-            on_line: called with each line of training in the log, on the first rank.
+            on_line: called with each line of the log, on the first rank.
 
         Raises:
             KeyboardInterrupt: it was stopped by a signal, and saved.
         """
-        config, folder = self.config, self.folder
-        write: list[Callable[[Row], object]] = []  # on the first rank
+        config, folder, lines = self.config, self.folder, count()
 
         def log(row: Row) -> None:
-            if not write:  # a finished run has no line
+            if next(lines) == 0:  # a finished run has no line
                 for path in folder.path.glob("scores-*.json"):  # of weights that are replaced
                     path.unlink()
                 write_atomically(folder.config, config.kept().to_toml().encode())
-                write.append(on_line)
-                if config.logger:
-                    to = tensorboard(folder.path, config.settings(), row["update"])
-                    write.append(stack.enter_context(to))
-            for to_logger in write if row["kind"] != "data" else ():
-                to_logger(row)
+            on_line(row)
 
-        with ExitStack() as stack:
-            self.done = fit(
-                self.net,
-                self.stream,
-                self.loss_fn,
-                gradient=self.policy,
-                optimizer=self.optimizer,
-                schedule=self.schedule,
-                valid=self._evaluate if self.dataset.valid else None,
-                updates=config.updates,
-                epochs=config.epochs,
-                valid_every=config.valid_every,
-                patience=config.patience,
-                keep="best" if self.validates and config.keep == "best" else "last",
-                logger=log,
-                out=folder,
-            )
+        self.done = fit(
+            self.net,
+            self.stream,
+            self.loss_fn,
+            gradient=self.policy,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            valid=self._evaluate if self.dataset.valid else None,
+            updates=config.updates,
+            epochs=config.epochs,
+            valid_every=config.valid_every,
+            patience=config.patience,
+            keep="best" if self.validates and config.keep == "best" else "last",
+            logger=log,
+            out=folder,
+        )
 
     def _evaluate(self) -> Evaluation:
         """The scores of the recordings held out, which the first rank plays for all."""
-        spec, valid = self.dataset.spec, self.dataset.valid
-        evaluator = Evaluator(self.net, self.loss_fn, metrics=spec.metrics())
+        evaluator = Evaluator(self.net, self.loss_fn, metrics=self.spec.metrics())
+        valid = self.dataset.valid
         return from_first(
-            self.ranks, lambda: evaluate_recordings(evaluator, spec, valid, self.config)
+            self.ranks, lambda: evaluate_recordings(evaluator, self.spec, valid, self.config)
         )
 
 

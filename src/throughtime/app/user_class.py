@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 from pydantic import StringConstraints
 
-from throughtime.app.values import flag
 from throughtime.errors import ConfigError, RunError
 from throughtime.files import user_folder
 
@@ -107,27 +105,24 @@ class ClassReference:
         Args:
             base: of the class.
             offered: arguments by name.
-            needed: the names of those that it must take.
+            needed: the names of those that its constructor must name.
 
         Raises:
             ConfigError: no such class, none of the base, or one whose constructor needs more, takes
                 less than it must, or fails.
         """
-        from torch.nn import Module
-
         kind = self.load()
         if not issubclass(kind, base):
-            name = "nn.Module" if base.__name__ == "Module" else f"optim.{base.__name__}"
-            raise ConfigError(
-                f"{self.written}: {self.name} is no torch.{name}; write class {self.name}({name})"
-            )
+            name = f"{base.__module__}.{base.__name__}"
+            raise ConfigError(f"{self.written}: is no {name}; make the class a subclass of it")
         parameters = inspect.signature(kind).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if not takes_all or kind.__init__ is Module.__init__:
-            offered = {name: value for name, value in offered.items() if name in parameters}
+        offered = {name: value for name, value in offered.items() if name in parameters}
         for name in needed:
             if name not in offered:
-                raise ConfigError(f"{self.written}: takes no {name}; leave {flag(name)} out")
+                raise ConfigError(
+                    f"{self.written}: its constructor names no {name}, which a flag sets; add it"
+                    " there, or leave the flag out"
+                )
         try:
             return kind(**offered)
         except Exception as error:
@@ -187,19 +182,12 @@ def _listed() -> set[str]:
 
 
 def remember(code: Sequence[ClassReference]) -> None:
-    """Add files to the list of trusted code; a warning says so if it cannot be written."""
-    hashes = {reference.sha256() for reference in code}
-    try:
-        if new := hashes - _listed():
+    """Add files to the list of trusted code; without it later commands ask for --trust-code."""
+    with suppress(OSError, RuntimeError):  # as of `_listed`
+        if new := {reference.sha256() for reference in code} - _listed():
             trust_list().parent.mkdir(parents=True, exist_ok=True)
             with trust_list().open("a", encoding="ascii") as file:  # one write, at the end
                 file.write("\n".join([*new, ""]))
-    except (OSError, RuntimeError) as error:
-        warnings.warn(
-            f"the list of the code that you trust cannot be written ({error}), so later commands"
-            " execute the code of this run only with --trust-code",
-            stacklevel=2,
-        )
 
 
 def is_reference(text: str) -> bool:

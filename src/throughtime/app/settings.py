@@ -1,40 +1,183 @@
-"""The settings of a run, each declared once: a flag, its help and choices, a key of TOML, a check.
+"""The settings of the commands, each declared once: a flag, its help, a key of TOML, a check.
 
-The text below a field is its help. This module imports no torch and no numpy, so that
-`throughtime --help` is quick.
+The text below a field is its help. A fault names a setting by its flag, `--lanes 0`, in a TOML
+file, too. This module imports no torch and no numpy, so that `throughtime --help` is quick.
 """
 
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     StringConstraints,
+    ValidationError,
     model_validator,
 )
 
 from throughtime.app.user_class import ClassFile, ClassReference, is_reference
-from throughtime.app.values import (
-    LIST,
-    Columns,
-    Settings,
-    Share,
-    checked_by,
-    flag,
-    named_arguments,
-    rows_ahead,
-    toml_lines,
-)
+from throughtime.errors import ConfigError, did_you_mean
 
+ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
+"""The settings that are arguments of a command, not flags."""
 DEFAULT_STRIDE = 100
 CODE = ("model", "gradient", "loss", "optimizer")
 """The settings that may name a class in a user's file."""
 SHORT = ("stride", "horizon", "cut_every")
 """The settings that are arguments of a gradient policy."""
+_FLAGS = {"gradient_args": "--gradient-arg"}
+_Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
+
+
+class Settings(_Model):
+    """Checked settings by name; `None` means the default.
+
+    Raises:
+        ConfigError: unknown names (with the nearest known one), missing ones, and values of the
+            wrong type or out of range, all at once; or what does not go together.
+    """
+
+    model_config = ConfigDict(
+        allow_inf_nan=False,
+        frozen=True,
+        extra="forbid",
+        defer_build=True,  # --help needs no schema
+        use_attribute_docstrings=True,
+    )
+
+    def __init__(self, **settings: Any) -> None:
+        present = {  # true as a text, which is no number
+            name: str(value) if isinstance(value, bool) else value
+            for name, value in settings.items()
+            if value is not None
+        }
+        try:
+            super().__init__(**present)
+        except ValidationError as error:
+            faults = dict[str, dict[str, None]]()  # of a union there are several
+            for fault in error.errors():
+                name, text = _fault(type(self).model_fields, fault, present)
+                faults.setdefault(name, {})[text] = None
+            texts = (f"{name}{' or '.join(several)}" for name, several in faults.items())
+            raise ConfigError("; ".join(texts)) from error
+
+    def changed(self, **settings: Any) -> Self:
+        """Checked settings of which some are others."""
+        return type(self)(**{**dict(self), **settings})
+
+
+def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The setting of a fault that pydantic reports, and the fault in words."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if not fault["loc"]:  # of several settings together
+        return "", message
+    name = fault["loc"][0]
+    if name not in fields:
+        near = f"{did_you_mean(name, fields)}; keys are flags of --help, outside all tables"
+        return f"unknown key '{name}'", near
+    if fault["type"] == "missing":
+        return f"{flag(name)} is missing: ", help_of(fields[name])
+    if fault["type"] in {"literal_error", "string_pattern_mismatch"}:
+        message = f"expected {' or '.join(choices(fields[name].annotation))}"
+    return f"{written(name, settings[name])}: ", message
+
+
+def help_of(field: Any) -> str:
+    """The text below a field, in one line."""
+    return " ".join(str(field.description).split())
+
+
+def flag(name: str) -> str:
+    """The flag, or the argument, of a setting."""
+    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def written(name: str, value: Any) -> str:
+    """A setting and its value as flags.
+
+    Example:
+        >>> written("max_norm", 0.0), written("inputs", ("u", "a b"))
+        ('--max-norm 0.0', '--inputs u,a b')
+    """
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return f"{flag(name)} {','.join(map(str, items))}"
+
+
+def choices(kind: Any) -> list[str]:
+    """The words that a type accepts, those of its parts included."""
+    if isinstance(kind, str):
+        return [kind]
+    return [word for part in get_args(kind) for word in choices(part)]
+
+
+def _items(value: Any) -> Any:
+    """The items of a text with commas; a list of a TOML file as it is."""
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+
+
+def _steps(value: Any) -> Any:
+    """The numbers of a text, such as 24, 1,6,24 or, all of these, 1-24; a list as it is."""
+    first, _, last = str(value).partition("-")
+    if first.isdecimal() and last.isdecimal() and int(first) <= int(last):
+        return range(int(first), int(last) + 1)
+    return _items(str(value) if isinstance(value, int) else value)
+
+
+def named_arguments(entries: Iterable[str]) -> dict[str, Any]:
+    """The arguments in texts NAME=VALUE, each value a number, true, false or else a text.
+
+    Raises:
+        ValueError: an entry of another form.
+
+    Example:
+        >>> named_arguments(["min=20", "tolerance=0.1", "jitter=False", "name=auto"])
+        {'min': 20, 'tolerance': 0.1, 'jitter': False, 'name': 'auto'}
+    """
+    arguments = dict[str, Any]()
+    for entry in entries:
+        name, _, text = (part.strip() for part in entry.partition("="))
+        if not name or not text:
+            raise ValueError("expected NAME=VALUE, such as tolerance=0.1")
+        try:
+            arguments[name] = json.loads({"True": "true", "False": "false"}.get(text, text))
+        except ValueError:
+            arguments[name] = text
+    return arguments
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, unchecked.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML; the message does not name it.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be read as TOML ({error}); name a file with lines such as lr = 0.1, and text"
+            " in quotes"
+        ) from error
+
+
+def _check_arguments(entries: tuple[str, ...]) -> tuple[str, ...]:
+    named_arguments(entries)
+    return entries
+
+
+LIST = BeforeValidator(_items)
+Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Columns: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], LIST]
 
 
 class Config(Settings):
@@ -62,11 +205,11 @@ class Config(Settings):
     """Columns of the manifest with numbers of a whole recording, separated by commas. The net
     receives them at every step."""
     standardise: (
-        Literal["split", "recording", "none"]
+        Literal["split", "none"]
         | Annotated[str, StringConstraints(pattern="^first:[1-9][0-9]*$"), "first:N"]
     ) = "split"
-    """Inputs are standardised by the mean and deviation of the training split, of each recording,
-    or of the first N steps of each recording, as they arrive (first:400); or not."""
+    """Inputs are standardised by the mean and deviation of the training split, or of the first N
+    steps of each recording, as they arrive (first:400); or not."""
     delimiter: str | None = None
     """The character between the fields of a CSV file, or tab. Default: detected."""
     decimal: Literal[".", ","] | None = None
@@ -74,16 +217,12 @@ class Config(Settings):
     rate: PositiveFloat | None = None
     """Rows per second, whatever the files say. Default: that of the files, which must agree, or of
     evenly spaced time stamps."""
-    ahead: Annotated[
-        NonNegativeInt | str,
-        Field(union_mode="left_to_right"),
-        checked_by(rows_ahead, "rows in rising order, such as 24, all of 1-24, or 1,6,24"),
-    ] = 0
+    ahead: Annotated[tuple[PositiveInt, ...], BeforeValidator(_steps)] = ()
     """Forecast: the target of a row is the value so many rows later, of an input or another column;
     of several, such as 1-24 or 1,6,24, side by side."""
     season: PositiveInt | None = None
     """With --ahead: rows of a season, such as 24 of hourly data. Scores are compared with the value
-    one season before."""
+    one season before. Default: with the value now."""
     missing: Literal["error", "mask"] = "error"
     """How to treat inputs that are NaN or infinite."""
     holdout: Share = 0.2
@@ -106,9 +245,7 @@ class Config(Settings):
     """Type of inputs and weights."""
     gradient: Literal["truncated", "exact", "adaptive", "randomized"] | ClassFile = "truncated"
     """How credit flows back; or your own policy as FILE.py:Class."""
-    gradient_args: Annotated[
-        tuple[str, ...], LIST, checked_by(named_arguments, "NAME=VALUE, such as tolerance=0.1")
-    ] = ()
+    gradient_args: Annotated[tuple[str, ...], LIST, AfterValidator(_check_arguments)] = ()
     """An argument of the gradient policy, NAME=VALUE; repeat for more."""
     stride: PositiveInt | None = None
     """Steps between two updates (k1). Default: 100 for truncated."""
@@ -157,8 +294,6 @@ class Config(Settings):
     last."""
     patience: PositiveInt | None = None
     """Stop after so many validations without a better one. Default: never stop early."""
-    logger: Literal["tensorboard"] | None = None
-    """Write the metrics there, too: tensorboard --logdir runs shows them."""
     out: str = ""
     """The run folder. Default: runs/NAME-OF-DATA."""
     checkpoint_every: PositiveFloat = 30.0
@@ -184,6 +319,11 @@ class Config(Settings):
             raise ValueError(f"{flag(min(again))} is given again by --gradient-arg: leave one out")
         return present | named
 
+    def describe_policy(self) -> str:
+        """The policy in words; the file of a user's class is not executed for it."""
+        arguments = (f"{name}={value!r}" for name, value in self.policy_arguments().items())
+        return f"{self.gradient.rpartition(':')[2]}({', '.join(arguments)})"
+
     def chunk_steps(self) -> int:
         """Steps of a chunk of the stream."""
         return self.policy_arguments().get("stride") or DEFAULT_STRIDE
@@ -202,35 +342,29 @@ class Config(Settings):
         return self.changed(**{own.setting: own.short for own in self.code()})
 
     def to_toml(self) -> str:
-        """The settings as TOML that `read_toml` reads back."""
-        return toml_lines(self.settings())
+        """The settings as TOML that `read_toml` reads back: its values are written as JSON's."""
+        lines = (f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in self.settings().items())
+        return "".join(lines)
 
     def _faults(self) -> dict[str, Any]:
         """What does not go together, in words, and whether it is so."""
-        task, ahead = self.task, rows_ahead(self.ahead)
         return {
-            f"--standardise {self.standardise} has no statistics of --static features, which are"
-            " the same at each step of a recording: take --standardise split": (
-                self.static and self.standardise not in {"split", "none"}
+            f"--standardise {self.standardise} has no statistics of --static features, and would"
+            " count steps of --missing mask as zeros: take --standardise split": (
+                self.standardise.startswith("first:") and (self.static or self.missing == "mask")
             ),
-            f"--standardise {self.standardise} would count steps of --missing mask as zeros: fill"
-            " them, or take --standardise split": self.missing == "mask"
-            and self.standardise.startswith("first:"),
             f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
             "--class-weights belongs to classes: leave it out, or write --task classify": (
-                task not in {None, "classify"} and self.class_weights != "none"
+                self.task not in {None, "classify"} and self.class_weights != "none"
             ),
             f"--ahead {self.ahead} are several forecasts, which are of numbers: take one": (
-                len(ahead) > 1 and task == "classify"
+                len(self.ahead) > 1 and self.task == "classify"
             ),
-            "--season and --difference belong to forecasts: leave them out, or write --ahead 24 or"
-            " so": (self.season or self.difference) and not ahead,
+            "--season and --difference belong to forecasts: leave them out, or write --ahead 24": (
+                (self.season or self.difference) and not self.ahead
+            ),
             "--difference belongs to numbers: leave it out, or write --task regress": (
-                self.difference and task not in {None, "regress"}
-            ),
-            "--difference adds to the inputs of the net, which --standardise recording takes out of"
-            " their units: take --standardise split or first:400": (
-                self.difference and self.standardise == "recording"
+                self.difference and self.task not in {None, "regress"}
             ),
             f"--weight-decay {self.weight_decay} belongs to --optimizer adamw: take that": (
                 self.weight_decay and self.optimizer == "adam"
@@ -268,7 +402,7 @@ class EvalOptions(RunOptions):
     """As for train. Default: the data of the run."""
     split: str | None = None
     """Which split: train, valid, ..., all. Default: test, or valid where there is none; without
-    splits all of other data; of an audit train."""
+    splits all of other data."""
     missing: Literal["error", "mask"] | None = None
     """How to treat inputs that are NaN or infinite. Default: as in training."""
 
@@ -289,8 +423,6 @@ class PredictOptions(RunOptions):
     out: Path | None = None
     """The file to write: .npy (T, C), or .csv with a row per step. A folder for many recordings,
     with a file for each. Default: predictions.csv, or the folder predictions."""
-    format: Literal["npy", "csv"] | None = None
-    """The format of the files in a folder. Default: csv."""
 
 
 class ExportOptions(RunOptions):
@@ -299,14 +431,14 @@ class ExportOptions(RunOptions):
     out: Path
     """The file to write: .onnx, .c (and .h), .js, .nam, .json. Required."""
     check: Path | None = None
-    """Verify the file on this recording as well, and measure its settling time."""
+    """Verify the file on the longest of these recordings as well, and measure its settling time."""
     steps: NonNegativeInt = 100_000
     """Random steps to verify the file on; 0 for none."""
     with_session: bool = False
     """Also write session.py, which runs an .onnx file with numpy and onnxruntime only."""
 
 
-class AuditOptions(EvalOptions):
+class AuditOptions(RunOptions):
     """The flags of `audit`; `None` means what the run and its data suggest."""
 
     horizons: Annotated[tuple[PositiveInt, ...], LIST] = ()

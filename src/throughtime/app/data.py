@@ -1,0 +1,504 @@
+"""Recordings of files by split, as a run reads them: opened by one layout, checked, surveyed.
+
+Statistics are collected in one pass before training. Cost: one read of every recording, memory for
+one block.
+
+Shapes: `T` steps, `D` input features with the static ones, `C` target columns.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from throughtime.app.settings import Config
+from throughtime.errors import DataError, counted, did_you_mean, listed
+from throughtime.stream import Recording
+from throughtime.stream.formats import Table
+from throughtime.stream.formats.table import Array, is_number
+from throughtime.stream.formats.times import rate_of_times
+from throughtime.stream.layout import Labels, Layout, Targets, lay_out, targets_of
+from throughtime.stream.manifest import (
+    ManifestEntry,
+    find_recordings,
+    is_folder,
+    join_faults,
+    manifest_of,
+    read_folder,
+)
+from throughtime.stream.recording import (
+    Moments,
+    Part,
+    TableRecording,
+    as_columns,
+    location,
+    read_blocks,
+)
+from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
+from throughtime.stream.targets import (
+    IGNORE_INDEX,
+    ClassRecording,
+    class_name,
+    class_names,
+    shift_targets,
+    sorted_classes,
+)
+
+_CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
+_MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
+_ROUNDING = 1e-8  # of a squared correlation: files round
+_MAX_CLASSES = 1000
+_MOST_NUMBERS = 20  # whole ones that are classes; text may have more
+_RECORDINGS, _BLOCKS = 8, 16  # read at most to find the task
+
+
+class Rate(NamedTuple):
+    """Rows per second, the file or model that says so, and by how much (relative) it may be off."""
+
+    source: str
+    value: float
+    tolerance: float = _CLOSE
+
+
+class SourceRecording(NamedTuple):
+    """A recording, its split (empty without one), and the rates that its files have."""
+
+    split: str
+    recording: TableRecording
+    rates: tuple[Rate, ...]
+
+
+def targets_in(recording: Recording) -> Iterable[Array]:
+    """The targets of the blocks of a recording."""
+    blocks = (steps.targets for _, steps in read_blocks(recording))
+    return (targets for targets in blocks if targets is not None)
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that the settings of a run describe."""
+    names = [one.name for one in fields(Layout) if one.name in Config.model_fields]
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return Layout(**settings, rate_set=config.rate is not None)
+
+
+def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
+    """The layout with a task: its own, or else the one that fits the targets.
+
+    Text is classes, and so are at most 20 different whole numbers, in a single column. Several
+    columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
+
+    Raises:
+        DataError: as `open_recordings`.
+
+    Cost: the targets of up to 8 recordings, some blocks of each, until one decides.
+    """
+    if layout.task is not None:
+        return layout
+    names, columns = set[str](), 1
+    first, layout = entries_of(entries, "train")[:_RECORDINGS], replace(layout, task="classify")
+    for source in open_recordings(first, layout):
+        for targets in islice(targets_in(source.recording), _BLOCKS):
+            names |= {*class_names([targets])}
+            columns = targets[0].size
+            if not all(map(is_number, names)):
+                return layout
+            if len(names) > _MOST_NUMBERS:
+                return replace(layout, task="regress")
+    values = {*map(float, names)}
+    if columns > 1:
+        return replace(layout, task="multilabel" if values <= {0.0, 1.0} else "regress")
+    return layout if all(map(float.is_integer, values)) else replace(layout, task="regress")
+
+
+def open_recordings(
+    entries: Sequence[ManifestEntry],
+    layout: Layout,
+    *,
+    targets: bool = True,
+    width: int | None = None,
+) -> list[SourceRecording]:
+    """Open every recording with the columns and targets of the layout, in order.
+
+    Args:
+        entries: of the manifest.
+        layout: of the data.
+        targets: whether the recordings have targets; without, to predict.
+        width: numbers of a step that a model takes; default: those of the first recording.
+
+    Raises:
+        DataError: missing columns, targets of another length, an empty recording, an unreadable
+            file, other columns or rates than those of the first recording; all are listed.
+    """
+    opened, faults, columns = list[SourceRecording](), list[str](), dict[str, None]()
+    for entry in entries:
+        try:
+            tables = [layout.open(path) for path in entry.inputs]
+            columns |= {name: None for table in tables for name in table.columns}
+            opened.append(open_entry(entry, tables, layout, targets=targets))
+        except DataError as error:
+            faults.append(str(error))
+    absent = {*layout.exclude} - {*columns}
+    if targets and opened and absent:
+        faults.append(
+            f"--exclude {listed(sorted(absent))}: no recording has it; they have the columns"
+            f" {listed(columns)}{did_you_mean(min(absent), columns)}"
+        )
+    faults += _differences(opened, layout, width)
+    if faults:
+        raise DataError(join_faults(faults))
+    return opened
+
+
+def _differences(
+    opened: Sequence[SourceRecording], layout: Layout, width: int | None
+) -> Iterator[str]:
+    """How recordings differ from each other, the layout or the width of a model."""
+    rates = [rate for one in opened for rate in one.rates]
+    if layout.rate is not None:
+        rates.insert(0, Rate("what the model was trained on", layout.rate))
+    for rate in [] if layout.rate_set else rates[1:]:
+        first = rates[0]
+        if abs(first.value / rate.value - 1) > max(first.tolerance, rate.tolerance):
+            yield (
+                f"{rate.source} has {rate.value:.12g} rows per second, {first.source} has"
+                f" {first.value:.12g}; resample one of them, or train with --rate N if all have the"
+                " same"
+            )
+    for _, recording, _ in opened:
+        name, other = recording.name, opened[0].recording
+        size = recording.read(0, 1).inputs.size
+        width = width or size
+        if size != width:
+            yield f"recording '{name}' has {size} input columns, expected {width}"
+        for role in ("input", "target"):  # may differ, if no setting names them
+            columns, expected = (getattr(r, f"{role}_columns") for r in (recording, other))
+            if columns != expected:
+                yield (
+                    f"recording '{name}' has the {role} columns {listed(columns)}, '{other.name}'"
+                    f" has {listed(expected)}; name them with --{role}s, or rename them"
+                )
+
+
+def open_entry(
+    entry: ManifestEntry, tables: Sequence[Table], layout: Layout, *, targets: bool = True
+) -> SourceRecording:
+    """The recording in these tables, with the columns and targets of the layout.
+
+    Raises:
+        DataError: as `open_recordings`.
+    """
+    table = concat_tables(entry.name, tables)
+    file = layout.open(entry.targets) if targets and entry.targets is not None else None
+    labels = _labels(entry, table, file, layout) if targets else None
+    own = labels.columns if isinstance(labels, ColumnRows) and file is None else ()
+    static = np.array(entry.static) if entry.static else None
+    inputs = layout.input_rows(table, own)
+    recording = lay_out(entry.name, inputs, layout, labels, static=static)
+    rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
+    stamps = time_rows(table, layout.exclude)
+    if stamps is not None and not rates:
+        rate = rate_of_times(entry.name, stamps.columns[0], stamps)
+        source = f"column '{stamps.columns[0]}' of {table.path}"
+        rates = [] if rate is None else [Rate(source, rate, _MEASURED)]
+    if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
+        rates.append(Rate(str(file.path), file.rate))
+    return SourceRecording(entry.split, recording, tuple(rates))
+
+
+def _labels(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
+    """The targets in whichever form the files have.
+
+    Raises:
+        DataError: a label that is missing or no number, or no column is named.
+    """
+    if file is not None:
+        return targets_of(file, layout)
+    if (label := entry.label) is not None:
+        if label and layout.classify:
+            return Labels("the manifest", [label])
+        if is_number(label) and math.isfinite(float(label)):
+            return Labels("the manifest", [float(label)])
+        expected = "a class" if layout.classify else "a finite number, or --task classify"
+        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
+    rows = layout.target_rows(table, ("targets",) if "targets" in table.columns else ())
+    if rows is None:
+        raise DataError(
+            f"{table.path}: which columns are the targets? The file has {listed(table.columns)};"
+            " name them with --targets"
+        )
+    return rows
+
+
+def entries_of(entries: Sequence[ManifestEntry], *splits: str) -> list[ManifestEntry]:
+    """The entries of some splits and those without a split; all entries if there are none."""
+    chosen = [entry for entry in entries if entry.split in {*splits, ""}]
+    return chosen or list(entries)
+
+
+def in_splits(
+    sources: Sequence[SourceRecording], holdout: float
+) -> tuple[dict[str, list[Recording]], str]:
+    """Recordings by split, and in words where the splits come from.
+
+    Without splits in a manifest or by sub-folders, the last recordings by name are held out as
+    `valid`; of a single recording, its end.
+    """
+    splits = dict[str, list[Recording]]()
+    for split, recording, _ in sources:
+        splits.setdefault(split or "train", []).append(recording)
+    if any(one.split for one in sources):
+        return splits, f"splits as in the data ({_sizes(splits)})"
+    train = splits["train"]
+    if holdout == 0:
+        return splits, "nothing held out (--holdout 0): the scores are those of the training data"
+    if len(train) > 1:
+        count = max(1, round(len(train) * holdout))
+        remark = f"{count} of {len(train)} recordings held out, the last by name"
+        return {"train": train[:-count], "valid": train[-count:]}, remark
+    (whole,), cut = train, round(len(train[0]) * (1 - holdout))
+    if not 0 < cut < len(whole):
+        raise DataError(
+            f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
+            f" share of {holdout}; take --holdout 0"
+        )
+    parts = {"train": Part(whole, 0, cut), "valid": Part(whole, cut, len(whole))}
+    remark = f"the last {holdout:.0%} of the recording held out"
+    return {name: [part] for name, part in parts.items()}, remark
+
+
+def _sizes(splits: Mapping[str, Sequence[Recording]]) -> str:
+    return listed(f"{name} {len(part)}" for name, part in sorted(splits.items()))
+
+
+def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:
+    """The recordings of one split; `all` is every one.
+
+    Raises:
+        DataError: there is no such split.
+    """
+    chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
+    if not chosen:
+        raise DataError(
+            f"no recordings in split '{name}'; there are {_sizes(splits)}. Name one of them, or"
+            " write the split into the manifest"
+        )
+    return chosen
+
+
+def as_played(
+    recordings: Sequence[Recording], layout: Layout, classes: tuple[str, ...]
+) -> list[Recording]:
+    """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
+    if classes:
+        owner = "the training split has"
+        recordings = [ClassRecording(recording, classes, owner) for recording in recordings]
+    return [shift_targets(recording, layout.ahead or 0) for recording in recordings]
+
+
+@dataclass
+class Statistics:
+    """Moments, classes and missing values of the recordings of a split.
+
+    Args:
+        task: what the targets are.
+        missing: "error" where inputs that are NaN or infinite are a fault.
+
+    Attributes:
+        inputs: moments of the input features.
+        targets: moments of targets that are numbers or labels.
+        classes: how often each class occurs.
+        without_inputs: steps with inputs that are NaN or infinite.
+        without_target: steps without a target.
+        faults: of each recording, and of each block of targets.
+    """
+
+    task: str
+    missing: str
+    inputs: Moments = field(default_factory=Moments)
+    targets: Moments = field(default_factory=Moments)
+    classes: Counter[str] = field(default_factory=Counter[str])
+    without_inputs: int = 0
+    without_target: int = 0
+    faults: list[str] = field(default_factory=list[str])
+
+    def add(self, recording: Recording) -> None:
+        """Add all steps of a recording."""
+        wrong, first = 0, ""
+        for start, steps in read_blocks(recording):
+            inputs = as_columns(steps.inputs)
+            bad = ~np.isfinite(inputs)
+            if bad.any() and not wrong:
+                step, column = np.argwhere(bad)[0].tolist()
+                first = location(recording, start + step, column)
+            wrong += int(bad.any(axis=1).sum())
+            self.inputs.add(inputs)
+            if steps.targets is not None:
+                self._add_targets(f"recording '{recording.name}'", start, steps.targets)
+        self.without_inputs += wrong
+        if wrong and self.missing == "error":
+            self.faults.append(
+                f"recording '{recording.name}': {counted(wrong, 'step has', 'steps have')} inputs"
+                f" that are NaN or infinite, the first at {first}; clean the file, or mask steps"
+                " without inputs: --missing mask"
+            )
+
+    def _add_targets(self, name: str, start: int, targets: Array) -> None:
+        """Add the targets of a block, which starts at step `start`."""
+        if self.task == "classify":
+            for value, count in zip(*np.unique(targets, return_counts=True), strict=True):
+                self.classes[class_name(value)] += int(count)
+            self.without_target += self.classes.pop("", 0)
+            return
+        rows = as_columns(targets)
+        absent, labels = np.isnan(rows), self.task == "multilabel"
+        wrong = (~np.isin(rows, (0, 1)) & ~absent if labels else np.isinf(rows)).any(axis=1)
+        if wrong.any():
+            expected = "0 or 1" if labels else "finite"
+            self.faults.append(
+                f"{name}: the targets of step {start + int(wrong.argmax())} must be {expected}, or"
+                " NaN where there are none"
+            )
+        self.without_target += int(absent.any(axis=1).sum())
+        self.targets.add(rows)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The recordings of a run, in splits.
+
+    Attributes:
+        train: recordings to train on.
+        valid: recordings held out.
+        statistics: of the training split.
+        layout: how to read files; its columns and its rate are those of the files.
+        classes: their names, in order; empty for labels and numbers.
+        remarks: facts that a user should know before training.
+    """
+
+    train: list[Recording]
+    valid: list[Recording]
+    statistics: Statistics
+    layout: Layout
+    classes: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+
+def open_dataset(config: Config) -> Dataset:
+    """Open the recordings, and read them once for statistics.
+
+    Args:
+        config: the settings of the run.
+
+    Raises:
+        DataError: every fault of the files, or else every fault of the values.
+    """
+    data = Path(config.data)
+    entries = find_recordings(data, config.static)
+    layout = with_task(layout_of(config), entries)
+    sources = open_recordings(entries_of(entries, "train", "valid"), layout)
+    splits, remark = in_splits(sources, config.holdout)
+    parts = choose_split(splits, "train"), splits.get("valid", [])
+    statistics = [Statistics(str(layout.task), config.missing) for _ in parts]
+    # of unshifted targets: those without a later step are values of the same column
+    for survey, part in zip(statistics, parts, strict=True):
+        for recording in part:
+            survey.add(recording)
+    _check_values(*statistics)
+    if config.difference and any(entry.targets is not None for entry in entries):
+        raise DataError(
+            "--difference adds to the present values of the targets, which it finds among the"
+            " columns of the inputs: put the targets into the files of the inputs, or leave"
+            " --difference out"
+        )
+    first, rates = sources[0].recording, [rate.value for one in sources for rate in one.rates]
+    layout = replace(
+        layout,
+        inputs=first.input_columns,
+        targets=first.target_columns,
+        rate=layout.rate if layout.rate_set else next(iter(rates), None),
+    )
+    classes = sorted_classes(statistics[0].classes) if layout.classify else ()
+    train, valid = (as_played(part, layout, classes) for part in parts)
+    remarks = [remark] if config.task else [remark, f"the targets fit --task {layout.task}"]
+    remarks += _left_out(data, statistics[0])
+    if len(train) < config.lanes:
+        whole = f"--lanes {len(train)} keeps recordings whole"
+        remarks.append(f"cut into {config.lanes} parts, one a lane ({whole})")
+    remarks += leaks(max(train, key=len), layout)
+    return Dataset(train, valid, statistics[0], layout, classes, tuple(remarks))
+
+
+def _check_values(train: Statistics, valid: Statistics) -> None:
+    """Refuse missing inputs that are not masked, and targets that the task cannot have."""
+    faults = [*train.faults, *valid.faults]
+    if train.task == "classify":
+        if not 2 <= len(train.classes) <= _MAX_CLASSES:
+            faults.append(
+                f"the training split has {counted(len(train.classes), 'class', 'classes')}"
+                f" ({listed(train.classes)}), expected 2 to {_MAX_CLASSES}. Name another column"
+                " with --targets, or is it --task regress?"
+            )
+        if unknown := sorted({*valid.classes} - {*train.classes}):
+            faults.append(
+                f"the recordings held out have the classes {listed(unknown)}, which the training"
+                f" split has not ({listed(train.classes)}); hold out others, or name a split"
+            )
+    elif not train.targets.count.all():
+        faults.append("a target column of the training split has no value at all")
+    if faults:
+        raise DataError(join_faults(faults))
+
+
+def _left_out(data: Path, statistics: Statistics) -> Iterator[str]:
+    """The files and steps that are not trained on."""
+    is_list = manifest_of(data) is not None or not is_folder(data)
+    others = () if is_list else read_folder(data).others
+    for count, noun, why in (
+        (len(others), "file", f"of no known format: {listed(others)}"),
+        (statistics.without_inputs, "step", "the inputs are NaN or infinite"),
+        (statistics.without_target, "step", "there is no target"),
+    ):
+        if count:
+            yield f"{counted(count, noun)} left out: {why}"
+
+
+def leaks(recording: Recording, layout: Layout) -> Iterator[str]:
+    """The inputs that are a target, up to a shift and a scale, in the first block."""
+    _, steps = next(read_blocks(recording))
+    if steps.targets is None:
+        return
+    x, y = as_columns(steps.inputs).T, as_columns(steps.targets).T
+    names = [n for n, a in zip(layout.inputs, x, strict=False) if any(_is_copy(a, b) for b in y)]
+    if names:
+        yield (
+            f"input {listed(names)} determines a target; if it is not known when the net runs,"
+            " leave it out of --inputs"
+        )
+
+
+def _is_copy(inputs: Array, targets: Array) -> bool:
+    """Whether a column is another one up to a shift and a scale."""
+    known = np.isfinite(inputs) & np.isfinite(targets) & (targets != IGNORE_INDEX)
+    pair = np.stack([inputs[known], targets[known]])
+    if known.sum() < 3 or not np.ptp(pair, axis=1).all():
+        return False
+    return np.corrcoef(pair)[0, 1] ** 2 > 1 - _ROUNDING
+
+
+def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> Moments:
+    """The moments of the targets; with the input columns `now`, of their changes from these.
+
+    Cost: one read of every recording.
+    """
+    moments = Moments()
+    for recording in recordings:
+        for _, steps in read_blocks(recording):
+            if steps.targets is not None:
+                targets = as_columns(steps.targets)
+                moments.add(targets - as_columns(steps.inputs)[:, list(now)] if now else targets)
+    return moments
