@@ -1,4 +1,4 @@
-"""The names of a carried net's weights where they are saved and loaded: those of its module.
+"""The names of a carried net's weights where they are loaded: those of its module.
 
 A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
 `state_dict`, so that a carried net and the plain module load each other. These are the hooks of
@@ -11,21 +11,6 @@ from torch import nn
 
 WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
 _LOADING = "_loading"  # for the hook after loading, which gets neither prefix nor messages
-
-
-def plain_names(
-    net: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """Drop `module.` from the names that were saved; a hook after `state_dict`."""
-    del net, local_metadata
-    inner = prefix + WRAPPED
-    for name in [name for name in state_dict if name.startswith(inner)]:
-        state_dict[name.replace(inner, prefix, 1)] = state_dict.pop(name)
-    # the versions of modules: under both names, so that both kinds of module read them
-    versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
-    for name, version in [*versions.items()]:
-        if f"{name}.".startswith(inner):
-            versions[f"{name}.".replace(inner, prefix, 1)[:-1]] = version
 
 
 def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
