@@ -218,7 +218,6 @@ class ModuleAdapter(Adapter):
         is_row = convention.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
         self._hooks = LayerHooks(module, convention.layers) if convention.layers else None
-        self.touched = convention.scratch
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
 
@@ -229,7 +228,7 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        own = c.context, c.inputs, c.call, self.touched, self.unpack, c.drop
+        own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
         if c.unit != "chunk" or any(own) or c.order != outputs.order:
             return None
         if not c.arguments:
@@ -325,7 +324,7 @@ class ModuleAdapter(Adapter):
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         del resets
-        c, context = self.convention, self.convention.context
+        context = self.convention.context
         if not context:
             return self._run(x, state, 0)
         x = torch.cat([state[PAST].transpose(0, 1), x])
@@ -375,7 +374,7 @@ class ModuleAdapter(Adapter):
         """
         c, module = self.convention, self.module
         args = c.arrange(x)
-        with self._holding(state) if self.touched else nullcontext():
+        with self._holding(state) if c.scratch else nullcontext():
             if c.call:
                 result = c.call(module, *args, state)
                 if type(result) is tuple and len(result) == 2:
@@ -399,7 +398,7 @@ class ModuleAdapter(Adapter):
     def _holding(self, state: Any) -> Generator[None]:
         """Attributes hold the state of one call, of a module that threads share."""
         with _setting:
-            saved = get_attributes(self.module, self.touched)
+            saved = get_attributes(self.module, self.convention.scratch)
             own = (
                 {} if state is None else {k: state[key_name(k)] for k in self.convention.attributes}
             )

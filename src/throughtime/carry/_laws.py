@@ -465,15 +465,15 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
         return math.inf
     if adapter.convention.attributes:
         return 0.0
-    keys, adapter.touched = adapter.touched, ()
-    rows, (early, x) = [], x[:6].split(3)
+    c, rows, (early, x) = adapter.convention, [], x[:6].split(3)
+    adapter.convention = replace(c, scratch=())
     try:
         for parts in ((x,), (early, x)):
             runs.restore()
             ys = [adapter.run(part, runs.starts[0])[0] for part in parts]
-            rows.append([ys[-1], get_attributes(runs.module, keys)])
+            rows.append([ys[-1], get_attributes(runs.module, c.scratch)])
     finally:
-        adapter.touched = keys
+        adapter.convention = c
     return difference(*rows)
 
 

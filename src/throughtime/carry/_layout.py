@@ -200,7 +200,6 @@ class LaneLayout:
         Raises:
             StateError: it has another structure, or other sizes.
         """
-
         paths = [path for path, _ in tensor_paths(self.example)]
         given = dict(trees._by_path(start))
         if isinstance(start, (int, float)):

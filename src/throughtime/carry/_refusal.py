@@ -116,17 +116,8 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     module, base, past = search.module, search.base, reach_of(search.module)
     if not has_forward(module) and not base.call:
         return "has no forward, so the call must be written."
-    if search.is_callable and not search.has_state:
-        text = (
-            "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
-            " arguments or attributes: there is nothing to carry, as in attention over steps, or it"
-            " is a variable of forward, where it cannot be reached. Let forward(x, state) return"
-            " (y, state). A module that takes the other order of time and batch:"
-            " tt.carry(module, batch_first=True) or False"
-        )
-    else:
-        kind = "" if isinstance(error, MisfitError) else f"{type(error).__name__}: "
-        text = f"the call that came furthest failed: {kind}{error}".split("\n")[0]
+    kind = "" if isinstance(error, MisfitError) else f"{type(error).__name__}: "
+    text = f"the call that came furthest failed: {kind}{error}".split("\n")[0]
     if past and not base.context:
         text += (
             ". If it convolves over time, a chunk needs the steps before it, the sum of"
@@ -160,7 +151,7 @@ def _call(search: Search) -> str:
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
     if len(parameters) < 2:
-        return f"{name}((x, state))" if not search.is_callable else "(y, state)"
+        return "(y, state)"
     turned = is_turned(parameters)
     first = parameters.pop(int(turned))
     states = [p.name for p in parameters if names_state(p.name) and p.default in (None, p.empty)]

@@ -160,7 +160,7 @@ class Search:
         self.choices: list[Outputs] = []  # more than one where the user must choose
         self.began, self._is_reported = time.monotonic(), False
         self.own_methods = _own_methods(module)
-        self.is_late = self.is_callable = self.has_state = False
+        self.is_late = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
@@ -196,8 +196,7 @@ class Search:
         """Remember a way that was not accepted."""
         if law is not None:
             stage = 3 + [*LAWS].index(law.name) + len(LAWS) * law.training
-        is_one_lane = any(dim.dim is None for dim in c.lanes.dims)
-        self.failures.append(Failure(stage - 30 * is_one_lane, c, law, error))
+        self.failures.append(Failure(stage, c, law, error))
         return self._check_time()
 
     def _check_time(self) -> bool:
@@ -281,7 +280,6 @@ class Search:
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
         parts, x = (x[:2], x[:3]), x if base.unit == "chunk" else x[:1]
-        self.has_state |= not base.is_inside
         for start in self._starts(base):
             first = replace(base, start=start)
             try:
@@ -292,20 +290,18 @@ class Search:
             except CALL_ERRORS as error:
                 self._note(first, isinstance(error, MisfitError) / 2, error)
                 continue
-            self.is_callable, self.has_state = True, self.has_state or bool(kept)
             for keys in _state_keys(first, result):
                 c = replace(first, result=keys)
                 try:
                     state = items_at(result, keys) if c.arguments else after
-                    choices = self._outputs(c, result, state, x)
+                    choices = self._outputs(c, result, x)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
                     continue
-                if c is not None:
-                    self.choices = choices
-                    c = replace(c, start=start if base.start is None else base.start)
-                    yield from (replace(c, outputs=outputs) for outputs in choices)
+                self.choices = choices
+                c = replace(c, start=start if base.start is None else base.start)
+                yield from (replace(c, outputs=outputs) for outputs in choices)
             if base.start is not None:
                 return
 
@@ -317,7 +313,7 @@ class Search:
                 rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
         return {k: None not in row and row.count(row[0]) == len(row) for k, row in rows.items()}
 
-    def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
+    def _outputs(self, c: Convention, result: Any, x: Tensor) -> list[Outputs]:
         """What of a result could be the outputs: one tensor each, or several where all are asked.
 
         Raises:
@@ -325,9 +321,7 @@ class Search:
         """
         leaves = tensor_paths(result)
         if c.output in (None, "all"):
-            held = [] if c.arguments or not is_state(state) else [*map(id, trees.tensors(state))]
-            others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
-            leaves = others or leaves
+            leaves = [(p, y) for p, y in leaves if p[:1] not in zip(c.result)] or leaves
             for _, value in trees._by_path(result):
                 if not isinstance(value, (Tensor, Number, str, type(None))):
                     raise MisfitError(
@@ -352,17 +346,25 @@ class Search:
             raise MisfitError("the outputs are not the state")
         return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
 
-    def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention | None:
-        """The convention with the lanes of its state; None where there is nothing to carry.
+    def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention:
+        """The convention with the lanes of its state, which a call with fewer shows.
 
-        Where the lanes are is shown by a call with fewer.
+        Raises:
+            MisfitError: there is no state, or none of lanes.
         """
         if not is_state(state):
             if not c.is_inside or c.context:
                 return c
             is_plain = (c.unit, c.order, c.drop) == ("chunk", TIME_FIRST, False)
-            is_stateless = self._is_link and is_plain and isinstance(result, Tensor)
-            return replace(c, scratch=()) if is_stateless else None  # nobody will restore it
+            if self._is_link and is_plain and isinstance(result, Tensor):
+                return replace(c, scratch=())  # nobody will restore it
+            raise MisfitError(
+                "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
+                " arguments or attributes: there is nothing to carry, as in attention over steps,"
+                " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
+                " return (y, state). A module that takes the other order of time and batch:"
+                " tt.carry(module, batch_first=True) or False"
+            )
         states = {x.shape[1]: state}
         if x.shape[1] > 1:
             # a module that was made for a number of lanes raises an error

@@ -1,8 +1,8 @@
 """The names of a carried net's weights where they are loaded: those of its module.
 
 A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
-`state_dict`, so that a carried net and the plain module load each other. These are the hooks of
-torch that translate; they work for a net inside other modules too.
+`state_dict`, so that a carried net and the plain module load each other. This hook of torch
+translates; it works for a net inside other modules too.
 """
 
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
-_LOADING = "_loading"  # for the hook after loading, which gets neither prefix nor messages
 
 
 def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -18,7 +17,7 @@ def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
 
     Names that have it already are those of `named_parameters`, or of DistributedDataParallel.
     """
-    *_, messages = rest
+    del rest
     others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
     names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
     names = [name for name in names if name.partition(".")[0] not in others]
@@ -26,14 +25,3 @@ def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
     if not is_wrapped:
         state_dict.update({prefix + WRAPPED + n: state_dict.pop(prefix + n) for n in names})
-    net.__dict__[_LOADING] = prefix, prefix + WRAPPED * (not is_wrapped), messages
-
-
-def report_plain_names(net: nn.Module, keys: Any) -> None:
-    """Report missing and unexpected names, and wrong sizes, as the user wrote them."""
-    prefix, inner, messages = net.__dict__.pop(_LOADING)
-    for names in (keys.missing_keys, keys.unexpected_keys):
-        names[:] = [
-            prefix + name.removeprefix(inner) if name.startswith(inner) else name for name in names
-        ]
-    messages[:] = [message.replace(inner, prefix) for message in messages]

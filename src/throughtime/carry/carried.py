@@ -24,11 +24,9 @@ from throughtime._metadata import reset_positions
 from throughtime.carry._calls import Adapter, Convention
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._state_dict import own_names, report_plain_names
+from throughtime.carry._state_dict import own_names
 from throughtime.carry._trial import guessed_inputs, is_sharded
 from throughtime.carry.layers import (
-    ChainAdapter,
-    UnknownAdapter,
     adapter_for,
     prepared,
 )
@@ -81,7 +79,6 @@ class Carried(nn.Module):
         self.module, self.adapter = module, adapter
         self._tried = set[Any]()  # kinds of inputs
         self.register_load_state_dict_pre_hook(own_names)
-        self.register_load_state_dict_post_hook(report_plain_names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # of functional_call, whose names are those of named_parameters: this would change nothing
@@ -149,20 +146,9 @@ class Carried(nn.Module):
         try:
             self.adapter = prepared(self.adapter, x)
         except MISFIT_ERRORS as error:
-            # an nn.Sequential may be called as its author does
-            is_chain = isinstance(self.adapter, ChainAdapter)
-            if not (is_chain and isinstance(error, ModelError) and self._is_found(x)):
-                self._explain(error, x)
-                raise
+            self._explain(error, x)
+            raise
         self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
-
-    def _is_found(self, x: Tensor) -> bool:
-        """Whether an nn.Sequential can be called as its author does, as any other module."""
-        try:
-            self.adapter = prepared(UnknownAdapter(self.module, Convention()), x)
-        except ModelError:
-            return False
-        return True
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""

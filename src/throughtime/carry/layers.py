@@ -192,15 +192,12 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
     _require_measurable(adapter.module, x)
     search = Search(adapter.module, x, adapter.base, steps, is_link=bool(link))
     convention = search.find()
-    before = adapter if isinstance(adapter, ModuleAdapter) else None
     if convention is None or len(search.choices) > 1:
         raise refusal(search, convention, link)
     if link and not (convention.lanes.dims or convention.context):
         return StatelessAdapter(adapter.module)
-    if before is not None and before.convention.where == convention.where:
-        return before
-    if before is not None:
-        before.close()
+    if isinstance(adapter, ModuleAdapter):
+        adapter.close()
     after = ModuleAdapter(adapter.module, convention, x)
     after.base = adapter.base
     if x.shape[1] > 1:
