@@ -10,7 +10,6 @@ from torch.nn import functional
 
 import throughtime as tt
 from throughtime.carry import _inside, _search, _trial
-from throughtime.carry.carried import Carried
 from throughtime.errors import ModelError
 
 EXACT, FEATURES, LANES, CONTEXT = 1e-12, 3, 3, 10  # more steps than a trial has

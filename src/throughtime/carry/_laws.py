@@ -264,7 +264,13 @@ def measured(
         y, end = runs(x)
         scale = 1 + float(y.detach().abs().max())
         laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
-    laws |= _of_conventions(runs, x, long, scale)
+    laws |= {
+        "random": lambda: _start_difference(runs),
+        "kept": lambda: kept_difference(runs, x),
+        "long": lambda: _long_difference(runs, long, scale),
+        "start": lambda: _own_difference(runs, x),
+        "last": lambda: _last_difference(runs, long),
+    }
     for name in names:
         try:
             with torch.set_grad_enabled(runs.is_training or name in GRADIENTS):
@@ -389,64 +395,62 @@ def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
 # ---------------------------------------------------------------- with the author's own calls
 
 
-def _of_conventions(runs: Runs, x: Tensor, long: Any, scale: float) -> Laws:
-    """The laws of a module that is called by a convention; `long` are inputs of more steps."""
-    adapter, module = runs.adapter, runs.module
-    c: Any = getattr(adapter, "convention", None)
+def _start_difference(runs: Runs) -> float:
+    first, second = runs.starts
+    if not isinstance(runs.adapter.convention.start, tuple):  # the user's may differ between lanes
+        second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
+    return difference(first, second)
 
-    def same_starts() -> float:
-        first, second = runs.starts
-        if not isinstance(c.start, tuple):  # the user's own may differ between lanes
-            second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
-        return difference(first, second)
 
-    def divided() -> float:
-        if c.unit != "chunk":
-            return 0.0
-        try:
-            y, z = (runs(long, *n)[0] for n in ((), (len(long) // 2, -(-len(long) // 2))))
-        except FloatingPointError:  # noise lets a recurrence grow
-            return 0.0
-        return difference(y, z) * scale / (1 + float(y.abs().max()))
+def _long_difference(runs: Runs, x: Any, scale: float) -> float:
+    if runs.adapter.convention.unit != "chunk":
+        return 0.0
+    try:
+        y, z = (runs(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
+    except FloatingPointError:  # noise lets a recurrence grow
+        return 0.0
+    return difference(y, z) * scale / (1 + float(y.abs().max()))
 
-    def apart(*calls: Any) -> float:
-        """The difference of two outputs and states, and that of their gradients."""
-        leaves = [p for p in module.parameters() if p.requires_grad]
-        deviation = difference(*calls)
-        with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            return max(deviation, gradient_difference(*calls, leaves))
-        return deviation
 
-    def started() -> float:
-        if c.start not in (None, OWN, ZEROS) and not c.attributes:
-            return 0.0  # the user says it, or the author in a method for that
-        part, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-        for start in (None, c.start) if c.start == ZEROS else (c.start,):
-            with suppress(Exception):  # it needs a state
-                calls = calls or [runs.own(part, start, c.unit) for _ in range(2)]
-        if not calls:
-            return 0.0
-        y, end = runs(part)
-        try:
-            rows = [(adapter.read(y, part), c.lanes.lanes_first(state)) for y, state in calls]
-        except MisfitError:
-            if c.context:
-                return 0.0  # its first steps alone have fewer outputs: it needs the zeros
-            raise
-        return max(difference(*rows), apart(rows[0], (y, end[STATE] if c.context else end)))
+def _own_difference(runs: Runs, x: Tensor) -> float:
+    """The difference from the author's own call without a state, if that is possible."""
+    adapter, c = runs.adapter, runs.adapter.convention
+    if c.start not in (None, OWN, ZEROS) and not c.attributes:
+        return 0.0  # the user says it, or the author in a method for that
+    x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
+    for start in (None, c.start) if c.start == ZEROS else (c.start,):
+        with suppress(Exception):  # it needs a state
+            calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
+    if not calls:
+        return 0.0
+    y, end = runs(x)
+    try:
+        rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
+    except MisfitError:
+        if c.context:
+            return 0.0  # its first steps alone have fewer outputs: it needs the zeros
+        raise
+    own = _difference(runs, rows[0], (y, end[STATE] if c.context else end))
+    return max(difference(*rows), own)
 
-    def ended() -> float:
-        if c.unit != "last" or c.context or c.call:
-            return 0.0
-        y, (z, _) = item_at(runs.own(long, c.start, "chunk")[0], c.outputs[0].path), runs(long)
-        # all outputs, or the last
-        fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
-        fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-        return apart(y, min(fits, key=partial(difference, y), default=z))
 
-    kept = partial(kept_difference, runs, x)
-    names = ("random", "long", "start", "last", "kept")
-    return dict(zip(names, (same_starts, divided, started, ended, kept), strict=True))
+def _last_difference(runs: Runs, x: Any) -> float:
+    c = runs.adapter.convention
+    if c.unit != "last" or c.context or c.call:
+        return 0.0
+    y, (z, _) = item_at(runs.own(x, c.start, "chunk")[0], c.outputs[0].path), runs(x)
+    # all outputs, or the last
+    fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
+    fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
+    return _difference(runs, y, min(fits, key=partial(difference, y), default=z))
+
+
+def _difference(runs: Runs, y: State, z: State) -> float:
+    """The difference of two outputs and states, and that of their gradients."""
+    leaves = [p for p in runs.module.parameters() if p.requires_grad]
+    with suppress(RuntimeError):  # of a layer whose outputs are written in place
+        return max(difference(y, z), gradient_difference(y, z, leaves))
+    return difference(y, z)
 
 
 def kept_difference(runs: Runs, x: Tensor) -> float:

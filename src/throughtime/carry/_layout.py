@@ -201,10 +201,10 @@ class LaneLayout:
             StateError: it has another structure, or other sizes.
         """
         paths = [path for path, _ in tensor_paths(self.example)]
-        given = dict(trees._by_path(start))
+        values = dict(trees._by_path(start))
         if isinstance(start, (int, float)):
-            given = dict.fromkeys(paths, start)
-        if unknown := {path for path, leaf in given.items() if leaf is not None} - {*paths}:
+            values = dict.fromkeys(paths, start)
+        if unknown := {path for path, leaf in values.items() if leaf is not None} - {*paths}:
             raise StateError(f"the start has tensors at {unknown}, the state at {paths}")
         rows = zip(self.dims, paths, strict=True)
 
@@ -213,7 +213,7 @@ class LaneLayout:
             device = leaf.device if weight is None else weight.device
             zero = like.new_zeros(lanes, *leaf.shape[1:], device=device)
             dim, path = next(rows)
-            value = given.get(path)
+            value = values.get(path)
             value = torch.as_tensor(0 if value is None else value).to(zero)
             value = value if value.numel() else value.new_zeros(())  # not made yet
             sizes, own = ([n for n in shape if n > 1] for shape in (zero.shape[1:], value.shape))

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map
 from throughtime.carry._calls import Convention, layer_zeros
 from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
 from throughtime.carry._laws import LAWS, Law
-from throughtime.carry._layout import MisfitError, path_name
+from throughtime.carry._layout import path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
-from throughtime.errors import ModelError
+from throughtime.errors import ModelError, ThroughtimeError
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
@@ -85,6 +85,10 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
             " call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
         ) * (not search.base.call)
     late = f" The search ended after {PATIENCE:.0f} s." * search.is_late
+    if link:
+        late += (
+            " A layer here returns its outputs only: drop a module that picks them out of a tuple."
+        )
     return ModelError(f"{name} {text}{late}{line}")
 
 
@@ -116,8 +120,9 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     module, base, past = search.module, search.base, reach_of(search.module)
     if not has_forward(module) and not base.call:
         return "has no forward, so the call must be written."
-    kind = "" if isinstance(error, MisfitError) else f"{type(error).__name__}: "
-    text = f"the call that came furthest failed: {kind}{error}".split("\n")[0]
+    text = str(error).split("\n")[0]
+    if not isinstance(error, ThroughtimeError):
+        text = f"the call that came furthest failed: {type(error).__name__}: {text}"
     if past and not base.context:
         text += (
             ". If it convolves over time, a chunk needs the steps before it, the sum of"

@@ -60,7 +60,7 @@ from throughtime.carry._trial import (
     set_modes,
     weight_of,
 )
-from throughtime.errors import StateError
+from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
 CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made for raises anything
@@ -231,28 +231,31 @@ class Search:
             for order in orders[:1] if unit == "step" or base.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
                     c = replace(base, unit=unit, order=order, drop=drop)
-                    for place in self._places(c, x):
-                        yield from self._complete(place, x)
+                    try:
+                        calls = [*self._places(c, x)]
+                    except CALL_ERRORS as error:
+                        self._note(c, error=error)
+                        continue
+                    for call in calls:
+                        yield from self._complete(call, x)
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
-        """Conventions with a place of the state."""
+        """Conventions with a place of the state.
+
+        Raises:
+            MisfitError: an argument is neither inputs nor a state.
+        """
         if base.call:
             yield base
             return
-        try:
-            parameters = parameters_of(self.module.forward)
-            if base.inputs is None and is_turned(parameters):
-                raise MisfitError("takes its state before its inputs")
-            options = parameters[len(base.arrange(x)) :]
-        except CALL_ERRORS as error:
-            self._note(base, error=error)
-            return
-        required = [p.name for p in options if p.default is p.empty]
-        if required:
-            if len({*map(names_state, required)}) == 1 and "len" not in str(required):
-                yield replace(base, arguments=(*required,))
-            else:
-                self._note(base, error=MisfitError(f"requires {required}"))
+        parameters = parameters_of(self.module.forward)
+        if base.inputs is None and is_turned(parameters):
+            raise MisfitError("takes its state before its inputs")
+        options = parameters[len(base.arrange(x)) :]
+        if required := tuple(p.name for p in options if p.default is p.empty):
+            if len({*map(names_state, required)}) > 1 or "len" in str(required):
+                raise MisfitError(f"requires {required}")
+            yield replace(base, arguments=required)
             return
         yield base  # attributes: an argument is an option then
         named = [p.name for p in options if names_state(p.name)]
@@ -288,7 +291,7 @@ class Search:
                 first = replace(first, attributes=kept * base.is_inside, scratch=(*changed,))
                 result, after, _ = self.twins[0].first_call(first, x)
             except CALL_ERRORS as error:
-                self._note(first, isinstance(error, MisfitError) / 2, error)
+                self._note(first, 1.5 * isinstance(error, ModelError), error)
                 continue
             for keys in _state_keys(first, result):
                 c = replace(first, result=keys)

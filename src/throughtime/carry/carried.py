@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._calls import Adapter, Convention
+from throughtime.carry._calls import Adapter, Convention, ModuleAdapter
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
 from throughtime.carry._state_dict import own_names
@@ -247,9 +247,10 @@ class Carried(nn.Module):
             text = (
                 f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}"
             )
-            if not isinstance(error, ModelError):
+            if isinstance(error, ModelError):
+                error.add_note(f"throughtime: it may be that {text}")
+            elif not isinstance(self.adapter, ModuleAdapter):  # it was measured with this width
                 raise DataError(f"{text}: write inputs of shape (..., {width})") from error
-            error.add_note(f"throughtime: it may be that {text}")
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
             got = shapes_of(state)
@@ -346,9 +347,10 @@ def carry(
         >>> y.shape
         torch.Size([5, 2, 8])
     """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
-            f"tt.carry got {module!r:.200}, expected a torch.nn.Module. Of a class make an object:"
+            f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted. Of a"
+            " class make an object:"
             " tt.carry(Net()). Of a function make the forward of a module: class Net(nn.Module)"
             " with def forward(self, x, state), which returns (y, state)"
         )

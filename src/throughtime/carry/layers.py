@@ -143,8 +143,7 @@ def link_outputs(
 
 def adapter_for(module: nn.Module, base: Convention, name: str = "") -> Adapter:
     """The adapter of a module before its first inputs."""
-    is_script = isinstance(module, torch.jit.ScriptModule)
-    if base != Convention(batch_first=base.batch_first) or is_script:
+    if base != Convention(batch_first=base.batch_first):
         return UnknownAdapter(module, base)
     # not the forward of a subclass
     home = getattr(type(module).forward, "__module__", None) or ""  # of a class without a file
@@ -189,7 +188,6 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
         return _prepared_chain(adapter, x, steps)
     if adapter.base is None or (link and type(adapter.module) in STEPWISE):
         return adapter
-    _require_measurable(adapter.module, x)
     search = Search(adapter.module, x, adapter.base, steps, is_link=bool(link))
     convention = search.find()
     if convention is None or len(search.choices) > 1:
@@ -203,24 +201,6 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
     if x.shape[1] > 1:
         after.initial_state(x.shape[1])  # refused where it takes one lane
     return after
-
-
-def _require_measurable(module: nn.Module, x: Tensor) -> None:
-    """Refuse modules of which no trial is possible.
-
-    Raises:
-        ModelError: on the meta device, or TorchScript.
-    """
-    if x.is_meta or any(p.is_meta for p in module.parameters()):
-        raise ModelError(
-            f"{type(module).__name__} or its inputs are on the meta device, where nothing can be"
-            " measured: module.to_empty(device=...), load its weights, then carry it"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelError(
-            "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
-            " be set. Carry the module that was scripted: net = tt.carry(module)"
-        )
 
 
 def _prepared_chain(chain: ChainAdapter, x: Tensor, steps: int) -> ChainAdapter:

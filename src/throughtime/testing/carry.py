@@ -6,7 +6,6 @@ may cross the reset. Shapes: `T` steps, `B` lanes, `D` input features.
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +95,7 @@ def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) 
     Raises:
         LawError: one is broken.
     """
-    options: Any = {"chunks": chunks, "tolerance": tolerance}
-    laws = [*measured(carried.adapter, carried.module, x, **options)]
+    laws = [*measured(carried.adapter, carried.module, x, chunks=chunks, tolerance=tolerance)]
     laws.append(Law("reset", _check_reset(carried, x), laws[0].tolerance))
     causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
     return obeyed(laws, causes | {"reset": RESET_CAUSE})
