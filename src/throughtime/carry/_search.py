@@ -297,7 +297,7 @@ class Search:
                 c = replace(first, result=keys)
                 try:
                     state = items_at(result, keys) if c.arguments else after
-                    choices = self._outputs(c, result, x)
+                    choices = self._outputs(c, result, state, x)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
@@ -316,7 +316,7 @@ class Search:
                 rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
         return {k: None not in row and row.count(row[0]) == len(row) for k, row in rows.items()}
 
-    def _outputs(self, c: Convention, result: Any, x: Tensor) -> list[Outputs]:
+    def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
         """What of a result could be the outputs: one tensor each, or several where all are asked.
 
         Raises:
@@ -324,7 +324,9 @@ class Search:
         """
         leaves = tensor_paths(result)
         if c.output in (None, "all"):
-            leaves = [(p, y) for p, y in leaves if p[:1] not in zip(c.result)] or leaves
+            held = [] if c.arguments or not is_state(state) else [*map(id, trees.tensors(state))]
+            others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
+            leaves = others or leaves
             for _, value in trees._by_path(result):
                 if not isinstance(value, (Tensor, Number, str, type(None))):
                     raise MisfitError(
