@@ -458,18 +458,17 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
 
     A number that calls change may count them, and change outputs long after a trial.
     """
-    adapter, rows = runs.adapter, list[Any]()
+    adapter, c, rows = runs.adapter, runs.adapter.convention, list[Any]()
     runs.restore()
     for _ in range(2):
         runs(x, restore=False)
-        rows.append(attributes(runs.module))
-    numbers = {key: v for key, v in rows[1].items() if type(v) in (int, float)}
-    # one NaN is the same object, and not equal to itself
-    if [*numbers.values()] != [rows[0].get(key) for key in numbers]:
+        values = attributes(runs.module)
+        rows.append({key: v for key, v in values.items() if type(v) in (int, float)})
+    if rows[0] != rows[1]:
         return math.inf
-    if adapter.convention.attributes:
+    if c.attributes:
         return 0.0
-    c, rows, (early, x) = adapter.convention, [], x[:6].split(3)
+    rows, (early, x) = [], x[:6].split(3)
     adapter.convention = replace(c, scratch=())
     try:
         for parts in ((x,), (early, x)):

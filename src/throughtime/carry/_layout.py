@@ -193,7 +193,7 @@ class LaneLayout:
 
         Args:
             start: in the layout of the module, of one lane, or without a dimension for lanes. What
-                is None or missing starts at zero; a number is that of all units.
+                is None starts at zero; a number is that of all units.
             lanes: B.
             weight: of the module.
 
@@ -204,14 +204,16 @@ class LaneLayout:
         values = dict(trees._by_path(start))
         if isinstance(start, (int, float)):
             values = dict.fromkeys(paths, start)
-        if unknown := {path for path, leaf in values.items() if leaf is not None} - {*paths}:
-            raise StateError(f"the start has tensors at {unknown}, the state at {paths}")
+        known = {path for path, leaf in values.items() if leaf is not None}
+        # what is None may stand for a part of the state
+        if known - {*paths} or (len(known) == len(values) and len(known) < len(paths)):
+            raise StateError(f"the start has tensors at {known}, the state at {paths}")
         rows = zip(self.dims, paths, strict=True)
 
         def row(leaf: Tensor) -> Tensor:
-            like = weight if weight is not None and leaf.is_floating_point() else leaf
-            device = leaf.device if weight is None else weight.device
-            zero = like.new_zeros(lanes, *leaf.shape[1:], device=device)
+            zero = leaf.expand(lanes, *leaf.shape[1:])
+            if weight is not None:
+                zero = zero.to(weight if leaf.is_floating_point() else weight.device)
             dim, path = next(rows)
             value = values.get(path)
             value = torch.as_tensor(0 if value is None else value).to(zero)

@@ -132,7 +132,7 @@ def _uncallable(search: Search, error: Exception | None) -> str:
         text += ". inputs= returns what the module takes: x.transpose(0, 1) for (B, T, ...)"
     elif not base.call:
         required = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
-        others = ["x[..., N:]" for name in required if not names_state(name)]
+        others = ["x[..., N:]" for name in required if not names_state(name)] or ["x[..., N:]"]
         if "len" in str(required):
             others = ["torch.full((x.shape[1],), len(x))"]
         text += (
