@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -328,7 +327,7 @@ class Search:
             others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
             leaves = others or leaves
             for _, value in trees._by_path(result):
-                if not isinstance(value, (Tensor, Number, str, type(None))):
+                if not isinstance(value, (Tensor, int, float, str, type(None))):
                     raise MisfitError(
                         f"it returns a {type(value).__name__}, which may be the outputs: write the"
                         " call, or name a tensor, tt.carry(module, output=...)"

@@ -24,7 +24,6 @@ from throughtime._metadata import reset_positions
 from throughtime.carry._calls import Adapter, Convention, ModuleAdapter
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._state_dict import own_names
 from throughtime.carry._trial import guessed_inputs, is_sharded
 from throughtime.carry.layers import (
     adapter_for,
@@ -34,6 +33,7 @@ from throughtime.errors import DataError, ModelError, StateError, ThroughtimeErr
 from throughtime.nn import fuse
 from throughtime.state import State
 
+WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
 # By name: importing FullyShardedDataParallel takes longer than all of throughtime.
 WRAPPERS = {
     "DistributedDataParallel": (
@@ -268,6 +268,23 @@ class Carried(nn.Module):
             )
 
 
+def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Add `module.` to the names of the module; a hook of torch before loading.
+
+    A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
+    `state_dict`, so that a carried net and the plain module load each other. Names that have it
+    already are those of `named_parameters`, or of DistributedDataParallel.
+    """
+    del rest
+    others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    names = [name for name in names if name.partition(".")[0] not in others]
+    expected = net.get_submodule("module").state_dict().keys()
+    is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
+    if not is_wrapped:
+        state_dict.update({prefix + WRAPPED + n: state_dict.pop(prefix + n) for n in names})
+
+
 def pack(y: Any) -> Tensor:
     """Several outputs `(..., C)` side by side, as one tensor; a tensor as it is."""
     if isinstance(y, Tensor):
@@ -347,7 +364,8 @@ def carry(
         >>> y.shape
         torch.Size([5, 2, 8])
     """
-    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+    is_module = isinstance(module, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_module or isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
             f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted. Of a"
             " class make an object:"
