@@ -461,7 +461,7 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
     adapter, c, rows = runs.adapter, runs.adapter.convention, list[Any]()
     runs.restore()
     for _ in range(2):
-        runs(x, restore=False)
+        runs(x[:1], restore=False)
         values = attributes(runs.module)
         rows.append({key: v for key, v in values.items() if type(v) in (int, float)})
     if rows[0] != rows[1]:
