@@ -219,6 +219,15 @@ def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> Non
         net(torch.randn(5, 2, 3), state)
 
 
+@pytest.mark.parametrize("state", [(), {"other": torch.zeros(2, 1, 4)}])
+def test_a_state_of_other_layers_is_refused_showing_both(state: Any) -> None:
+    """It would start from zeros."""
+    net, x = tt.carry(Hidden()), torch.randn(5, 2, 3)
+    net.initial_state(2)
+    with pytest.raises(StateError, match=r"the state has the leaves .*'layer\.0': \(2, 1, 4\)"):
+        net(x, state)
+
+
 def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
     net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
     with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):

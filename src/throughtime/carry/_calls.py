@@ -382,8 +382,10 @@ class ModuleAdapter(Adapter):
                 what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
                 raise MisfitError(f"call returned {what}, expected (outputs, next state)")
             if self._hooks is not None:
-                is_call = isinstance(state, LayerCall)
-                call = state if is_call else LayerCall(state or {}, len(x), before)
+                call = state
+                if not isinstance(state, LayerCall):
+                    states = {} if state is None else {name: state[name] for name in c.layers}
+                    call = LayerCall(states, len(x), before)
                 return self._hooks.run(call, args), {**call.before, **call.after}
             if not c.arguments:
                 return module(*args), self._attributes()

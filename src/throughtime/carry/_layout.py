@@ -183,8 +183,8 @@ class LaneLayout:
         return self._moved(state, LaneDim.to_module)
 
     def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
-        dims = iter(self.dims)
-        return trees.map_tensors(lambda leaf: move(next(dims), leaf), state)
+        dims = iter(self.dims)  # a state of more tensors is the module's to refuse
+        return trees.map_tensors(lambda leaf: move(next(dims, LaneDim(0)), leaf), state)
 
     def fill(self, start: Any, lanes: int, weight: Tensor | None) -> State:
         """The state of all lanes, lanes first, on the device of the module.

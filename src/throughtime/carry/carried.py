@@ -321,10 +321,10 @@ def carry(
 
     Takes a recurrent module as its author wrote it: layers and cells of torch.nn, an
     `nn.Sequential`, a module that maps `(x, state)` to `(y, state)`, one that keeps its state in
-    layers inside, in cells of its own or in attributes, one that takes a single step, one that
-    returns the last output only. How it is called is found by trials at the first inputs, on a copy
-    and on a few steps: a way of calling it is accepted only if it obeys every law of carrying a
-    state (`throughtime.testing.check_carry`). `print(net)` shows the result.
+    layers of torch.nn inside or in attributes, one that takes a single step, one that returns the
+    last output only. How it is called is found by trials at the first inputs, on a copy and on a
+    few steps: a way of calling it is accepted only if it obeys every law of carrying a state
+    (`throughtime.testing.check_carry`).
 
     Args:
         module: shared, not copied.
