@@ -205,8 +205,8 @@ class LaneLayout:
         if isinstance(start, (int, float)):
             values = dict.fromkeys(paths, start)
         known = {path for path, leaf in values.items() if leaf is not None}
-        # what is None may stand for a part of the state
-        if known - {*paths} or (len(known) == len(values) and len(known) < len(paths)):
+        # what is None, or empty as a whole, may stand for more of the state
+        if known - {*paths} or 0 < len(values) == len(known) < len(paths):
             raise StateError(f"the start has tensors at {known}, the state at {paths}")
         rows = zip(self.dims, paths, strict=True)
 
