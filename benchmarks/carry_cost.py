@@ -60,7 +60,7 @@ def check(module: nn.Module, net: Carried, x: Tensor) -> None:
     with torch.no_grad():
         y, _ = net(x, net.initial_state(x.shape[1], like=x))
         if not torch.equal(y, readout(layers(x)[0])):
-            raise SystemExit(f"{net.explain()}: not what torch.nn computes; nothing to measure")
+            raise SystemExit(f"{net}: not what torch.nn computes; nothing to measure")
 
 
 def measure(form: str, layer: str, hidden: int, x: Tensor) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, faults, gradients, lengths_of, restarted
 from throughtime.carry import Carried, _search
-from throughtime.carry._laws import Laboratory, Law
+from throughtime.carry._laws import Law
 from throughtime.carry._search import Search
 from throughtime.errors import ModelError, StateError
 
@@ -389,7 +389,7 @@ def test_dropout_on_a_cell_s_state_is_refused_in_training() -> None:
     """A cell gets what dropout made of its state: step by step it would get the state itself."""
     text = refusal(BY_NAME["dropped_state_local"]) or ""
     assert "in training mode" in text
-    assert "What a step gets is not what the step before returned" in text
+    assert "dropout belongs on outputs" in text
 
 
 # ------------------------------------------------------------ mutants: a law is taken away
@@ -605,7 +605,7 @@ def test_a_lag_beyond_the_trial_is_noticed_in_a_chunk_of_the_stream(
     x = torch.randn(steps, 2, 3)
     with pytest.raises(ModelError, match="chunks with the state carried do not give what one"):
         tt.carry(make(), x)
-    monkeypatch.setattr(Laboratory, "_long", lambda _: 0.0)
+    remove(monkeypatch, "long")
     net, x = tt.carry(make(), x), torch.randn(60, 2, 3)
     assert error(play(net, x, [30, 30]), play(net, x, [60])) > 1e-3
 

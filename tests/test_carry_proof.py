@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import in_chunks
-from throughtime.carry import Carried
-from throughtime.carry._laws import Laboratory
+from throughtime.carry import Carried, _laws
 from throughtime.errors import DataError, ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 3, 8
@@ -281,9 +280,9 @@ def test_a_state_that_grows_is_refused() -> None:
 class Slow(nn.Module):
     """No way of calling it is right, and each takes long."""
 
-    def forward(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         time.sleep(1.5)
-        return x @ a @ b @ c
+        return x @ a @ b
 
 
 @pytest.mark.slow  # ten seconds
@@ -293,16 +292,13 @@ def test_a_search_says_that_it_goes_on_and_ends_within_ten_seconds(
     began = time.monotonic()
     with pytest.raises(ModelError, match="search ended after 10 s"):
         tt.carry(Slow(), inputs())
-    assert "has tried" in caplog.text
+    assert "still tries" in caplog.text
     assert time.monotonic() - began < 20
 
 
 def test_a_method_by_its_name_is_refused_with_the_line_to_write() -> None:
     name: Any = "forward"
     with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\.forward\(x, state\)"):
-        tt.carry(RequiresState(), call=name)
-    name = "step"  # a step of the module itself
-    with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\(x, state\)"):
         tt.carry(RequiresState(), call=name)
 
 
@@ -467,8 +463,8 @@ class WritesWithoutGradient(nn.Module):
         return self.head(joined)
 
 
-FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
-    (WritesWithoutGradient, "no gradient, or a part of it, flows", Laboratory, "_cuts_credit"),
+FAULTS: list[tuple[Callable[[], nn.Module], str, Any, str]] = [
+    (WritesWithoutGradient, "no gradient, or a part of it, flows", _laws, "cuts_credit"),
 ]
 
 
@@ -480,7 +476,7 @@ FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
 def test_what_seems_to_carry_a_state_is_refused(
     make: Callable[[], nn.Module],
     text: str,
-    owner: type,
+    owner: Any,
     law: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -600,7 +596,6 @@ class Modulated(nn.Module):
 def test_a_part_that_is_called_as_a_cell_is_none_if_the_layers_alone_are_right() -> None:
     module, x = Modulated(), torch.randn(STEPS, LANES, INPUTS)
     net = tt.carry(module, x)
-    assert "'part'" not in net.explain()
     assert_author(net, x, module(x))
 
 
@@ -642,7 +637,7 @@ class Conditioned(nn.Module):
 
 def test_a_second_input_is_named_with_the_line_that_splits_the_inputs() -> None:
     x = torch.randn(STEPS, LANES, INPUTS)
-    with pytest.raises(ModelError, match=r"requires 'x' beside.*inputs=lambda x: \(x\[\.\.\., :2"):
+    with pytest.raises(ModelError, match=r"inputs=lambda x: \(x, x\[\.\.\., N:"):
         tt.carry(Conditioned(), x)
     module, h, expected = Conditioned(), torch.zeros(LANES, UNITS), list[Tensor]()
     for step in x:
@@ -817,20 +812,10 @@ def test_any_error_of_a_call_is_one_way_of_calling_less() -> None:
     assert_author(tt.carry(module), x, module.gru(x)[0])
 
 
-UNMEASURABLE: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("scripted", lambda: torch.jit.script(nn.Linear(INPUTS, 2)), "TorchScript.*was scripted"),
-    ("meta", lambda: nn.Sequential(KeepsLastHidden().to("meta")), r"meta device.*to_empty"),
-]
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-@pytest.mark.parametrize(("name", "make", "reason"), UNMEASURABLE, ids=[u[0] for u in UNMEASURABLE])
-def test_what_cannot_be_measured_is_refused_with_what_to_do(
-    name: str, make: Callable[[], nn.Module], reason: str
-) -> None:
-    del name
-    with pytest.raises(ModelError, match=reason):
-        tt.carry(make(), torch.randn(STEPS, LANES, INPUTS))
+def test_a_scripted_module_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ModelError, match="before it is scripted"):
+        tt.carry(torch.jit.script(nn.Linear(INPUTS, 2)), torch.randn(STEPS, LANES, INPUTS))
 
 
 def test_a_chunk_without_steps_is_refused() -> None:

@@ -219,6 +219,15 @@ def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> Non
         net(torch.randn(5, 2, 3), state)
 
 
+@pytest.mark.parametrize("state", [(), {"other": torch.zeros(2, 1, 4)}])
+def test_a_state_of_other_layers_is_refused_showing_both(state: Any) -> None:
+    """It would start from zeros."""
+    net, x = tt.carry(Hidden()), torch.randn(5, 2, 3)
+    net.initial_state(2)
+    with pytest.raises(StateError, match=r"the state has the leaves .*'layer\.0': \(2, 1, 4\)"):
+        net(x, state)
+
+
 def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
     net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
     with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):
@@ -329,15 +338,14 @@ def test_state_beside_the_state_is_found_though_no_output_shows_it_yet() -> None
         tt.carry(SilentReadout(), torch.randn(20, 2, FEATURES), output=0)
 
 
-def test_a_chain_that_picks_the_outputs_of_a_layer_is_called_as_its_author_wrote_it() -> None:
+def test_a_chain_that_picks_the_outputs_of_a_layer_is_told_to_drop_that() -> None:
     class First(nn.Module):
         def forward(self, v: tuple[Tensor, Tensor]) -> Tensor:
             return v[0]
 
     module, x = nn.Sequential(nn.LSTM(3, 8), First(), nn.Linear(8, 2)), torch.randn(5, 2, 3)
-    net = tt.carry(module)
-    y, _ = in_chunks(net, x, (2, 1))
-    torch.testing.assert_close(y, module(x))
+    with pytest.raises(ModelError, match="drop a module that picks them"):
+        tt.carry(module, x)
 
 
 @pytest.mark.parametrize(

@@ -677,7 +677,7 @@ def twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Cells, r"`h, c = .*` in Cells\.forward stands in the way"),
+        (Cells, r"the code of Cells\.forward stands in the way"),
         (OTHERS["gelu"], "'1', a GELU"),
         (nested, "'0', a Sequential, with a state of its own, stands in the way"),
         (twice, "a GRU that is called twice stands in the way"),
@@ -816,7 +816,7 @@ def test_a_class_that_was_typed_in_a_prompt_is_exported_or_refused(
     written = export(names["Doubled"](), tmp_path / "net.c")
     assert written.verification is None or written.verification.error < 1e-6
     exec(PROMPT.replace("FACTOR", "y * 2"), names)
-    with pytest.raises(ModelError, match=r"^a line in Doubled\.forward stands in the way"):
+    with pytest.raises(ModelError, match=r"^the code of Doubled\.forward stands in the way"):
         export(names["Doubled"](), tmp_path / "other.c")
 
 

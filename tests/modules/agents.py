@@ -349,7 +349,10 @@ CASES += [
         RecordedNet,
         floats(D),
         "keyword",
-        keywords={"output": 1},
+        keywords={
+            "call": _recorded_step,
+            "start": lambda m, lanes: (torch.zeros(lanes, 8), torch.zeros(lanes, 4)),
+        },
         oracle=stepped(_recorded_step, _recorded_start),
         plain=lambda m, x: m(x)[1],
         note="two recordings of one shape; state in locals, through the neurons",

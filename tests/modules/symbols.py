@@ -169,7 +169,11 @@ CASES = [
         "textbook_scratch",
         ScratchModel,
         tokens(V),
-        "carry",
+        "keyword",
+        keywords={
+            "call": _scratch_step,
+            "start": lambda m, lanes: torch.zeros(lanes, 6),
+        },
         oracle=chunked(_scratch_step),
         plain=lambda m, x: swap(m(swap(x))),
         note="the state goes in by an argument and comes back only from the inner module",

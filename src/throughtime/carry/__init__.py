@@ -7,11 +7,11 @@ ModuleAdapter  any other module, by a convention  its own state, lanes moved to 
 A convention (`_calls`) says how a module is called: the layout of its inputs, where its state is
 and starts, and which of its results the outputs are; that of a layer is known. A state is one of
 three: arguments that come back in the result, attributes that a call changes and the next one
-reads, or recurrent modules inside, whose state hooks set and read (`_inside`). `_layout` says where
-the outputs and the lanes lie. `_search` proposes conventions, the usual ones first, completes them
-by calls, and accepts the first that obeys every law of the table in `_laws`, on the module's
-weights and on others: only measurements decide. A child of a chain may obey them without a state.
-Otherwise `_refusal` says what is in the way, and the line to write.
+reads, or layers of torch.nn inside, whose state hooks set and read (`_inside`). `_layout` says
+where the outputs and the lanes lie. `_search` proposes conventions, the usual ones first,
+completes them by calls, and accepts the first that obeys every law of the table in `_laws`, on the
+module's weights and on others: only measurements decide. A child of a chain may obey them without
+a state. Otherwise `_refusal` says what is in the way, and the line to write.
 
 Adapters do not change. Before its first inputs a module has an `UnknownAdapter`, which
 `layers.prepared` replaces by the one that was measured.

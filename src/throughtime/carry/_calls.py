@@ -3,12 +3,12 @@
 A convention is a description without the module: it fits each copy on which it is tried, and
 `ModuleAdapter` calls a module by it.
 
-Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs, `H` hidden, `L` layers.
 """
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -24,9 +24,8 @@ from throughtime.carry._inside import (
     MISSING,
     RECURRENT,
     Key,
-    Port,
-    PortCall,
-    PortHooks,
+    LayerCall,
+    LayerHooks,
     copied,
     get_attributes,
     key_name,
@@ -35,8 +34,6 @@ from throughtime.carry._inside import (
     set_attributes,
 )
 from throughtime.carry._layout import (
-    LANES_FIRST,
-    ORDERS,
     TIME_FIRST,
     LaneLayout,
     MisfitError,
@@ -44,7 +41,6 @@ from throughtime.carry._layout import (
     OutputLayout,
     Path,
     items_at,
-    path_name,
     shapes_of,
 )
 from throughtime.carry._trial import weight_of
@@ -52,14 +48,10 @@ from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
-Call = Literal["chunk", "step", "last"]
+Unit = Literal["chunk", "step", "last"]
 _setting = threading.RLock()  # held while attributes of a module hold the state of one call
-PAST, SEEN, STATE = "past", "seen", "state"  # keys where a module gets the steps before a chunk
-CALLS: dict[Call, str] = {
-    "chunk": "one call for each chunk",
-    "step": "one call for each step, without a time dimension",
-    "last": "one call for each step, as a chunk of length 1",
-}
+PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
+UNITS: tuple[Unit, ...] = ("chunk", "step", "last")
 OWN = "what the module itself starts from"
 
 
@@ -70,10 +62,10 @@ class Adapter:
         module: the user's.
         unpack: returns the items of several outputs from what `run` returns, in which they lie
             side by side; None for a single one.
-        hints: what trials of the module take into account; None if there are none.
+        base: what the user says about a module that trials measure; None for a known one.
     """
 
-    hints: "Hints | None" = None
+    base: "Convention | None" = None
     unpack: Callable[[Tensor], Any] | None = None
 
     def __init__(self, module: Any) -> None:
@@ -125,141 +117,107 @@ class Adapter:
         """The names of the state's tensors: the module's own, or `h` and `c` of torch's layers."""
         return [*shapes_of(state)]
 
-    def explain(self) -> str:
-        """How the module is called and what its state is, a sentence a line."""
-        return ""
-
 
 @dataclass(frozen=True)
-class Hints:
-    """What the user says about a module; None is found by trials. See `tt.carry`."""
+class Convention:
+    """One way of calling a module as `(x, state) -> (y, state)`.
+
+    The user may say the first six. Trials begin with a part of the others, and add the places of
+    state, lanes and outputs.
+
+    Attributes:
+        inputs: maps inputs `(T, B, ...)` to what the module takes.
+        output: the key of the outputs in a result, several keys in a list, or "all".
+        call: calls the module.
+        context: steps of the past that precede every chunk.
+        batch_first: whether the module takes `(B, T, ...)`; None is found.
+        start: the state before the first step: None for zeros, or what attributes hold; `OWN` for
+            what the module passes to its layers; the name of a method; or what the user says, in a
+            tuple.
+        unit: what one call of the module runs.
+        order: of its inputs.
+        drop: whether a single feature has no dimension of its own.
+        arguments: the parameters that take the state, which the module returns; empty for a state
+            inside.
+        result: the keys of the result where the next state is; none for all of it.
+        layers: names of the recurrent layers inside that hold the state.
+        attributes: attributes, or buffers, that hold the state.
+        scratch: all that a call changes; restored after every call.
+        outputs: the layout of each item that is one.
+        lanes: where the lanes are in the state.
+    """
 
     inputs: Callable[[Tensor], Any] | None = None
     output: int | str | tuple[int | str, ...] | list[Any] | None = None
-    start: Any = None
     call: Callable[..., Any] | None = None
     context: int = 0
     batch_first: bool | None = None
+    start: str | tuple[Any] | None = None
+    unit: Unit = "chunk"
+    order: Order = TIME_FIRST
+    drop: bool = False
+    arguments: tuple[str, ...] = ()
+    result: Path = ()
+    layers: tuple[str, ...] = ()
+    attributes: tuple[Key, ...] = ()
+    scratch: tuple[Key, ...] = ()
+    outputs: tuple[OutputLayout, ...] = ()
+    lanes: LaneLayout = field(default_factory=LaneLayout)
 
     @property
     def several(self) -> bool:
         """Whether several outputs are asked for."""
         return isinstance(self.output, list) or self.output == "all"
 
-
-@dataclass(frozen=True)
-class Convention:
-    """One way of calling a module as `(x, state) -> (y, state)`.
-
-    Trials begin with a part of it, and add the places of state, lanes and outputs.
-
-    Attributes:
-        hints: what the user says.
-        call: what one call of the module runs.
-        order: of its inputs.
-        drop: whether a single feature has no dimension of its own.
-        arguments: the parameters that take the state, which the module returns; empty for a state
-            inside.
-        result: the keys of the result where the next state is; none for all of it.
-        ports: recurrent submodules by name, which hold the state.
-        attributes: attributes, or buffers, that hold the state.
-        scratch: all that a call changes; restored after every call.
-        start: the state before the first step: None for zeros, or what attributes hold; `OWN` for
-            what the module passes to its ports; the name of a method; or what the user says, in a
-            tuple.
-        outputs: the layout of each item that is one.
-        lanes: where the lanes are in the state.
-        is_bare: whether the first steps of a recording come without zeros for the context, since
-            the module pads inside: that is not the same behind a convolution with a bias.
-    """
-
-    hints: Hints = Hints()
-    call: Call = "chunk"
-    order: Order = TIME_FIRST
-    drop: bool = False
-    arguments: tuple[str, ...] = ()
-    result: Path = ()
-    ports: Mapping[str, Port] = field(default_factory=dict[str, Port])
-    attributes: tuple[Key, ...] = ()
-    scratch: tuple[Key, ...] = ()
-    start: str | tuple[Any] | None = None
-    outputs: tuple[OutputLayout, ...] = ()
-    lanes: LaneLayout = field(default_factory=LaneLayout)
-    is_bare: bool = False
-
     @property
     def is_inside(self) -> bool:
         """Whether the state is in attributes, if there is any."""
-        return not (self.arguments or self.ports or self.hints.call)
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether there is a state."""
-        return bool(self.lanes.dims or self.hints.context)
-
-    @property
-    def is_one_lane(self) -> bool:
-        """Whether the module takes a single lane only."""
-        return any(dim.dim is None for dim in self.lanes.dims)
+        return not (self.arguments or self.layers or self.call)
 
     @property
     def where(self) -> str:
         """Where the state is."""
-        if self.hints.call:
-            return "what call(module, x, state) takes and returns"
         if self.arguments:
-            items = ", ".join(f"item [{key!r}]" for key in self.result)
-            return (
-                f"argument {', '.join(self.arguments)}; the next state is"
-                f" {f'{items} of ' if items else ''}the result"
-            )
-        parts = [f"the hidden state of '{name}', set and read by hooks" for name in self.ports]
-        return "; ".join([*parts, *(f"attribute {key_name(key)}" for key in self.attributes)])
-
-    @property
-    def start_name(self) -> str:
-        """What a recording starts from."""
-        if self.start in (None, OWN, *ZEROS):
-            return OWN if self.start == OWN or self.attributes else "zeros"
-        return f"module.{self.start}(...)" if isinstance(self.start, str) else "start(...)"
+            return f"argument {', '.join(self.arguments)}"
+        if self.layers:
+            return f"the hidden state of {', '.join(map(repr, self.layers))}"
+        return f"attribute {', '.join(map(key_name, self.attributes))}" * bool(self.attributes)
 
     def arrange(self, x: Tensor) -> tuple[Any, ...]:
         """The arguments for inputs of the chunk, or of one step."""
-        if self.hints.inputs is not None:
-            inputs = self.hints.inputs(x)
+        if self.inputs is not None:
+            inputs = self.inputs(x)
             return inputs if isinstance(inputs, tuple) else (inputs,)
         x = x.squeeze(-1) if self.drop else x
-        if self.call == "step" or self.order == TIME_FIRST:
+        if self.unit == "step" or self.order == TIME_FIRST:
             return (x,)
         return (x.movedim((0, 1), self.order).contiguous(),)  # modules call `view`
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """The inputs of each call."""
         # indexing would have a gradient for all of x at each step
-        return (x,) if self.call == "chunk" else x.unbind(0) if self.call == "step" else x.split(1)
+        return (x,) if self.unit == "chunk" else x.unbind(0) if self.unit == "step" else x.split(1)
 
     def padded(self, x: Tensor) -> Tensor:
         """Inputs after zeros for the context."""
-        return torch.cat([x.new_zeros(self.hints.context, *x.shape[1:]), x])
+        return torch.cat([x.new_zeros(self.context, *x.shape[1:]), x])
 
 
 class ModuleAdapter(Adapter):
     """Calls a module by a convention.
 
     Args:
-        module: shared, not copied. Hooks are registered on its recurrent submodules.
+        module: shared, not copied. Hooks are registered on its recurrent layers.
         convention: how it is called.
         x: inputs like those of the calls, `(T, B, ...)`.
     """
 
     def __init__(self, module: nn.Module, convention: Convention, x: Tensor) -> None:
         super().__init__(module)
-        self.convention, self.hints = convention, convention.hints
-        self.example = torch.zeros_like(x[:1, :1])
-        is_row = convention.hints.several and any(y.path for y in convention.outputs)
+        self.convention, self.example = convention, torch.zeros_like(x[:1, :1])
+        is_row = convention.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
-        self._hooks = PortHooks(module, convention.ports) if convention.ports else None
-        self.touched = convention.scratch
+        self._hooks = LayerHooks(module, convention.layers) if convention.layers else None
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
 
@@ -270,8 +228,8 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        own = c.hints.context, c.hints.inputs, c.hints.call, self.touched, self.unpack, c.drop
-        if c.call != "chunk" or any(own) or c.order != outputs.order:
+        own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
+        if c.unit != "chunk" or any(own) or c.order != outputs.order:
             return None
         if not c.arguments:
             return c.arrange(x) if outputs.path == () else None
@@ -286,47 +244,20 @@ class ModuleAdapter(Adapter):
         return self.convention.start is None
 
     def leaf_names(self, state: State) -> list[str]:
-        if isinstance(self.module, RECURRENT):
-            return ["h"] if isinstance(state, Tensor) else ["h", "c"]
-        is_of_ports = type(state) is dict and state.keys() == self.convention.ports.keys()
-        names: list[str] = []
-        for path, part in (state if is_of_ports else {"": state}).items():
-            is_layer = isinstance(self.module.get_submodule(path), RECURRENT)
-            leaves = "hc"[: len(trees.tensors(part))] if is_layer else shapes_of(part)
-            names += [".".join(filter(None, (path, leaf))) for leaf in leaves]
-        return names
-
-    def explain(self) -> str:
-        c, x = self.convention, self.example
-
-        def shape(order: Order, features: Iterable[int]) -> str:
-            text = ORDERS[order] if c.call == "chunk" else "(B, {})"
-            return text.format(", ".join(map(str, features))).replace(", )", ")")
-
-        past = c.hints.context
-        inputs = "what inputs= returns" if c.hints.inputs else shape(c.order, x.shape[2 + c.drop :])
-        state = c.lanes.example
-        shapes = [
-            f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
-            for name, leaf in zip(self.leaf_names(state), trees.tensors(state), strict=True)
+        c = self.convention
+        if c.context or not c.layers:
+            return super().leaf_names(state)
+        return [
+            f"{name}.{leaf}"
+            for name, part in state.items()
+            for leaf in "hc"[: len(trees.tensors(part))]
         ]
-        lines = [
-            f"{type(self.module).__name__}: called with {inputs}: {CALLS[c.call]}"
-            + f", after {past} steps of the past" * bool(past),
-            *[f"state: {c.where}"] * bool(c.where),
-            f"leaves, lanes first: {', '.join(shapes)}",
-            f"start: {c.start_name}",
-        ]
-        for y in c.outputs:
-            item = f"item {path_name(y.path)}, " * bool(y.path)
-            lines.append(f"outputs: {item}{shape(y.order, y.features)}")
-        return "\n  ".join(lines)
 
     # ------------------------------------------------------------ the start
 
     def initial_state(self, lanes: int) -> State:
         c = self.convention
-        if lanes != 1 and c.is_one_lane:
+        if lanes != 1 and any(dim.dim is None for dim in c.lanes.dims):
             raise ModelError(
                 f"{type(self.module).__name__} computes one lane at a time, got {lanes}. Use"
                 " tt.Stream(..., lanes=1). If it has a batch dimension, name its order:"
@@ -334,11 +265,10 @@ class ModuleAdapter(Adapter):
             )
         start = self.start(lanes) if c.lanes.dims else None
         state = c.lanes.fill(start, lanes, weight_of(self.module))
-        if not c.hints.context:
+        if not c.context:
             return state
         past = c.padded(self.inputs(lanes)[:0]).transpose(0, 1)
-        seen = {SEEN: past.new_zeros(lanes, dtype=torch.int64)} if c.is_bare else {}
-        return {PAST: past, **seen, STATE: state}
+        return {PAST: past, STATE: state}
 
     def inputs(self, lanes: int) -> Tensor:
         """Example inputs of one step, `(1, B, ...)`, on the device of the weights."""
@@ -359,7 +289,7 @@ class ModuleAdapter(Adapter):
             return start
         x = self.inputs(lanes)
         if c.start == OWN:
-            call = PortCall({}, 1)
+            call = LayerCall({}, 1)
             with fork_rng(x.device):
                 self._invoke(x, call)
             return call.passed
@@ -388,49 +318,26 @@ class ModuleAdapter(Adapter):
             return leaf.to(weight) if weight is not None and leaf.is_floating_point() else leaf
 
         start = None if c.start == OWN else trees.map_tensors(fit, self.start(lanes))
-        return self._invoke(c.parts(c.padded(x))[0], start, c.hints.context)
+        return self._invoke(c.parts(c.padded(x))[0], start, c.context)
 
     # ------------------------------------------------------------ calls
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        c, context = self.convention, self.convention.hints.context
+        del resets
+        context = self.convention.context
         if not context:
-            return self._run(x, state, 0, resets)
-        x, steps = torch.cat([state[PAST].transpose(0, 1), x]), len(x)
-        after: Any = {PAST: x[-context:].transpose(0, 1)}
-        if not c.is_bare:
-            y, after[STATE] = self._run(x, state[STATE], context)
-            return y, after
-        if torch.compiler.is_exporting():
-            raise ModelError(
-                f"{type(self.module).__name__} pads inside, so that the first steps of a recording"
-                " take other calls than the later ones, and no exported file has both. Pad the"
-                f" inputs once, by {context} steps, and let the convolutions pad nothing"
-            )
-        # one call for the lanes that have seen as many steps
-        ys, states, order = list[Tensor](), list[State](), list[Tensor]()
-        for seen in state[SEEN].unique().tolist() or [0]:
-            order.append(lanes := (state[SEEN] == seen).nonzero().flatten())
-            rows = trees.select(state[STATE], lanes) if c.lanes.dims else ()
-            y, end = self._run(x[context - seen :, lanes], rows, seen)
-            ys.append(y)
-            states.append(end)
-        back = torch.cat(order).argsort()
-        after[SEEN] = (state[SEEN] + steps).clamp(max=context)
-        after[STATE] = trees.map_leaves(lambda *leaves: torch.cat(leaves)[back], *states)
-        return torch.cat(ys, 1)[:, back], after
+            return self._run(x, state, 0)
+        x = torch.cat([state[PAST].transpose(0, 1), x])
+        y, after = self._run(x, state[STATE], context)
+        return y, {PAST: x[-context:].transpose(0, 1), STATE: after}
 
-    def _run(
-        self, x: Tensor, state: State, before: int, resets: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State, before: int) -> tuple[Tensor, State]:
         """Outputs and state after the steps `x`, of which those `before` are of the past."""
         c, after = self.convention, self.convention.lanes.to_module(state)
-        if after is state and not isinstance(state, Tensor):  # lists that the module may write into
-            after = trees.map_leaves(lambda leaf: leaf, state)
         outputs: list[Tensor] = []
         for part in c.parts(x):
-            result, after = self._invoke(part, after, before, resets)
-            outputs.append(self.read(result, x[:1] if c.call != "chunk" else x, before))
+            result, after = self._invoke(part, after, before)
+            outputs.append(self.read(result, x[:1] if c.unit != "chunk" else x, before))
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return y, c.lanes.lanes_first(after)
 
@@ -450,35 +357,35 @@ class ModuleAdapter(Adapter):
         items = self.convention.outputs
         parts = y.split([math.prod(item.features) for item in items], -1)
         rows = [
-            (item.path[-1], part.reshape(*y.shape[:-1], *item.features))
+            part.reshape(*y.shape[:-1], *item.features)
             for item, part in zip(items, parts, strict=True)
         ]
-        named = {key: part for key, part in rows if isinstance(key, str)}
-        return named if len(named) == len(rows) else tuple(part for _, part in rows)
+        named = {y.path[-1]: part for y, part in zip(items, rows, strict=True) if y.path}
+        is_named = len(named) == len(rows) and {*map(type, named)} == {str}
+        return named if is_named else tuple(rows)
 
-    def _invoke(
-        self, x: Tensor, state: Any, before: int = 0, resets: Tensor | None = None
-    ) -> tuple[Any, State]:
+    def _invoke(self, x: Tensor, state: Any, before: int = 0) -> tuple[Any, State]:
         """The result of the module, and the state after it.
 
         Args:
             x: inputs.
-            state: in the layout of the module; None for the module's own, or a `PortCall`.
+            state: in the layout of the module; None for the module's own, or a `LayerCall`.
             before: steps of the past among them.
-            resets: for a layer of tt.nn.
         """
         c, module = self.convention, self.module
-        args = self._arranged(x)
-        with self._holding(state) if self.touched else nullcontext():
-            if c.hints.call:
-                result = c.hints.call(module, *args, state)
+        args = c.arrange(x)
+        with self._holding(state) if c.scratch else nullcontext():
+            if c.call:
+                result = c.call(module, *args, state)
                 if type(result) is tuple and len(result) == 2:
                     return result
                 what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
                 raise MisfitError(f"call returned {what}, expected (outputs, next state)")
             if self._hooks is not None:
-                is_call = isinstance(state, PortCall)
-                call = state if is_call else PortCall(state or {}, len(x), before)
+                call = state
+                if not isinstance(state, LayerCall):
+                    states = {} if state is None else {name: state[name] for name in c.layers}
+                    call = LayerCall(states, len(x), before)
                 return self._hooks.run(call, args), {**call.before, **call.after}
             if not c.arguments:
                 return module(*args), self._attributes()
@@ -486,20 +393,14 @@ class ModuleAdapter(Adapter):
             if state is None:  # what is optional has a default of its own
                 required = {p.name for p in parameters_of(module.forward) if p.default is p.empty}
                 names, states = required.intersection(names), repeat(None)
-            named: dict[str, Any] = dict(zip(names, states, strict=False))
-            if resets is not None:
-                named["resets"] = resets.transpose(0, 1) if c.order == LANES_FIRST else resets
-            result = module(*args, **named)
+            result = module(*args, **dict(zip(names, states, strict=False)))
             return result, items_at(result, c.result)
-
-    def _arranged(self, x: Tensor) -> tuple[Any, ...]:
-        return self.convention.arrange(x)
 
     @contextmanager
     def _holding(self, state: Any) -> Generator[None]:
         """Attributes hold the state of one call, of a module that threads share."""
         with _setting:
-            saved = get_attributes(self.module, self.touched)
+            saved = get_attributes(self.module, self.convention.scratch)
             own = (
                 {} if state is None else {k: state[key_name(k)] for k in self.convention.attributes}
             )
@@ -511,34 +412,41 @@ class ModuleAdapter(Adapter):
                 set_attributes(self.module, saved)
 
 
-class LayerAdapter(ModuleAdapter):
-    """Calls a layer or cell of torch.nn, or a layer of tt.nn, which applies resets itself."""
+class LayerAdapter(Adapter):
+    """A layer of torch.nn, one of tt.nn, which applies resets itself, or a cell: no trial needed.
+
+    Its state is `(B, L, H)`, or `(B, H)` of a cell; one tensor or `(h, c)`.
+    """
+
+    def initial_state(self, lanes: int) -> State:
+        return self._turned(layer_zeros(self.module, lanes))
+
+    def _turned(self, state: State) -> State:
+        """The state with layers and lanes swapped."""
+        if isinstance(self.module, nn.RNNCellBase):
+            return state
+        state = trees.map_tensors(lambda leaf: leaf.transpose(0, 1), state)
+        # cuDNN refuses a strided state
+        is_cpu = next(self.module.parameters()).is_cpu
+        return state if is_cpu else trees.map_tensors(Tensor.contiguous, state)
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        layer, outputs = self.module, list[Tensor]()
+        if isinstance(layer, nn.RNNBase):
+            options = [x] if resets is None else [x, resets]
+            x, *resets_ = [t.transpose(0, 1) for t in options] if layer.batch_first else options
+            y, after = layer(x, self._turned(state), *resets_)
+            return y.transpose(0, 1) if layer.batch_first else y, self._turned(after)
+        for step in x.unbind(0):  # indexing would have a gradient for all of x at each step
+            state = layer(step, state)
+            outputs.append(state if isinstance(state, Tensor) else state[0])
+        return torch.stack(outputs), state
 
     def takes_resets(self) -> bool:
         return isinstance(self.module, Recurrent)
 
-    def _arranged(self, x: Tensor) -> tuple[Any, ...]:
-        # as torch: in contiguous memory its products round otherwise
-        return (x.transpose(0, 1) if self.convention.order == LANES_FIRST else x,)
-
-
-def layer_adapter(layer: nn.RNNBase | nn.RNNCellBase) -> LayerAdapter:
-    """An adapter of a layer or cell of torch.nn or tt.nn, for which no trial is needed."""
-    is_cell, weight = isinstance(layer, nn.RNNCellBase), next(layer.parameters())
-    order = LANES_FIRST if getattr(layer, "batch_first", False) else TIME_FIRST
-    has_items = not isinstance(layer, (nn.GRUCell, nn.RNNCell))
-    width = getattr(layer, "proj_size", 0) or layer.hidden_size
-    convention = Convention(
-        call="step" if is_cell else "chunk",
-        order=order,
-        arguments=("hx",),
-        result=() if is_cell else (1,),
-        outputs=(OutputLayout((0,) if has_items else (), order, (width,)),),
-        lanes=LaneLayout.infer({n: layer_zeros(layer, n) for n in (3, 2)}),
-    )
-    adapter = LayerAdapter(layer, convention, weight.new_zeros(1, 1, layer.input_size))
-    adapter.hints = None
-    return adapter
+    def leaf_names(self, state: State) -> list[str]:
+        return [*"hc"[: len(trees.tensors(state))]]
 
 
 def layer_zeros(module: nn.Module, lanes: int) -> State:
@@ -552,12 +460,7 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-def joined_zeros(module: nn.Module, lanes: int) -> Tensor:
-    """That state as one tensor: `(lanes, 2H)` of an LSTM, as agents keep it."""
-    return torch.cat(trees.tensors(layer_zeros(module, lanes)), -1)
-
-
-ZEROS = ((layer_zeros,), (joined_zeros,))  # starts that are guessed
+ZEROS = (layer_zeros,)  # the start that is guessed, as one of the user's
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

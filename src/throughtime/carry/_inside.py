@@ -1,23 +1,20 @@
-"""A state inside a module: in submodules, where hooks set and read it, and in attributes.
+"""A state inside a module: in recurrent layers, where hooks set and read it, and in attributes.
 
-A port is one recurrent submodule: a layer or cell of torch.nn, or a cell of the user's, whose
-arguments after the first come back as the last tensors of its result. While `PortHooks.run` calls
-the module, the first call of each port takes the state that was carried, and the state that its
-last call returns is carried on. Outside `run` the hooks do nothing.
+While `LayerHooks.run` calls a module, the first call of each of its layers and cells of torch.nn
+takes the state that was carried, and the state that its last call returns is carried on. Outside
+`run` the hooks do nothing.
 
 Shapes: `T` steps, `B` lanes.
 """
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -60,33 +57,16 @@ def names_state(name: str) -> bool:
     return STATE_NAME.search(plain.strip("_")) is not None
 
 
-class Port(NamedTuple):
-    """How a recurrent submodule takes its state after its inputs, and returns it last.
-
-    Attributes:
-        structure: of the state.
-        arguments: how many they are.
-    """
-
-    structure: pytree.TreeSpec
-    arguments: int = 1
-
-    def leaving(self, result: Any) -> State:
-        """The state that a call returned."""
-        last = pytree.tree_leaves(result)[-self.structure.num_leaves :]
-        return pytree.tree_unflatten(last, self.structure)
-
-
 @dataclass(eq=False)
-class PortCall:
-    """One forward call of a module: the states that its ports take and return.
+class LayerCall:
+    """One forward call of a module: the states that its layers take and return.
 
     Attributes:
-        before: the states to set, by port; empty to record what the module passes itself.
+        before: the states to set, by layer; empty to record what the module passes itself.
         steps: T.
         context: steps that a layer gets before those of this chunk, and must not run again.
-        passed: what the module itself passed to the first call of each port.
-        after: what the last call of each port returned.
+        passed: what the module itself passed to the first call of each layer.
+        after: what the last call of each layer returned.
     """
 
     before: Mapping[str, State]
@@ -99,12 +79,11 @@ class PortCall:
 _active: ContextVar[Any] = ContextVar("_active", default=(None, None))  # hooks and their call
 
 
-class PortHooks:
-    """The hooks on the submodules of one module."""
+class LayerHooks:
+    """The hooks on the layers and cells of one module."""
 
-    def __init__(self, module: nn.Module, ports: Mapping[str, Port]) -> None:
-        self.module, self.ports = module, ports
-        self._layers = {name: module.get_submodule(name) for name in ports}
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self.module, self._layers = module, {name: module.get_submodule(name) for name in names}
         self._handles: list[Any] = []
         for name, layer in self._layers.items():
             enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -118,11 +97,11 @@ class PortHooks:
         for handle in self._handles:
             handle.remove()
 
-    def run(self, call: PortCall, args: Any) -> Any:
+    def run(self, call: LayerCall, args: Any) -> Any:
         """The result of the module, while the hooks act for a call.
 
         Raises:
-            ModelError: no port ran, or one was replaced.
+            ModelError: no layer ran, or one was replaced.
         """
         token = _active.set((self, call))
         try:
@@ -132,7 +111,7 @@ class PortHooks:
         get = self.module.get_submodule
         if not call.after or any(get(name) is not part for name, part in self._layers.items()):
             raise ModelError(
-                f"none of the recurrent layers {[*self.ports]} ran in"
+                f"none of the recurrent layers {[*self._layers]} ran in"
                 f" {type(self.module).__name__}.forward: they were replaced after tt.carry (carry"
                 " it again), or are not used"
             )
@@ -150,7 +129,7 @@ class PortHooks:
                     " return (y, state), so that the state is an argument of what is checkpointed."
                 )
             return None
-        x, *states = _positional(args, kwargs)
+        x, *states = *args, *(kwargs.pop(key) for key in ("input", "hx") if key in kwargs)
         if isinstance(layer, nn.RNNBase):
             if not isinstance(x, Tensor):
                 raise ModelError(
@@ -160,47 +139,36 @@ class PortHooks:
             time = int(layer.batch_first)
             if call.context and x.shape[time] == call.steps:
                 x = x.narrow(time, call.context, call.steps - call.context)
-        if name not in call.after:
-            count = self.ports[name].arguments
-            if name in call.before:
-                state = call.before[name]
-                states[:count] = (state,) if count == 1 else state
-            else:
-                call.passed[name] = (*states,) if count > 1 else [*states, None][0]
+        if name in call.after:
+            return (x, *states), kwargs
+        if name in call.before:
+            states = [call.before[name]]
+        else:
+            call.passed[name] = states[0] if states else None
         return (x, *states), kwargs
 
     def _leave(self, name: str, layer: nn.Module, _: Any, result: Any) -> None:
         """After a call: the state that it returned is carried."""
         hooks, call = _active.get()
         if hooks is self:
-            is_layer = isinstance(layer, nn.RNNBase)  # the usual case, in every chunk
-            call.after[name] = result[1] if is_layer else self.ports[name].leaving(result)
-
-
-def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments by position, with the inputs and the state of a layer of torch.nn."""
-    return (*args, *(kwargs.pop(name) for name in ("input", "hx") if name in kwargs))
+            call.after[name] = result[1] if isinstance(layer, nn.RNNBase) else result
 
 
 # ---------------------------------------------------------------- what one call shows
 
 
-def ports_of(
+def layers_over_time(
     module: nn.Module, forward: Callable[[], Any], steps: tuple[int, ...]
-) -> list[dict[str, Port]]:
-    """The recurrent submodules that one call of `forward` with a number of `steps` shows.
+) -> tuple[str, ...]:
+    """The layers and cells of torch.nn that one call of `forward` runs over so many steps."""
+    calls: dict[str, list[Any]] = {}
 
-    Those of torch.nn; then with cells of the user's, but for those inside another.
-    """
-    calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
+    def record(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, []).append((*args, kwargs.get("input"))[0])
 
-    def record(name: str, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if args := _positional(args, kwargs):  # a parametrization may get none
-            calls.setdefault(name, []).append((args, result))
-
-    parts = {name: part for name, part in module.named_modules() if name}
+    parts = {n: part for n, part in module.named_modules() if n and isinstance(part, RECURRENT)}
     handles = [
-        part.register_forward_hook(partial(record, name), with_kwargs=True)
+        part.register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name, part in parts.items()
     ]
     try:
@@ -208,44 +176,20 @@ def ports_of(
     finally:
         for handle in handles:
             handle.remove()
-    ports = {
-        name: port
-        for name, of_part in calls.items()
-        if (port := _port(parts[name], of_part, steps)) is not None
-    }
-    layers = {name: port for name, port in ports.items() if isinstance(parts[name], RECURRENT)}
-    for inner in [name for name in ports for other in ports if name.startswith(f"{other}.")]:
-        ports.pop(inner, None)
-    return [layers, ports] if layers and layers != ports else [ports]
+    return tuple(name for name, xs in calls.items() if _runs_over(parts[name], xs, steps))
 
 
-def _port(
-    part: nn.Module, calls: list[tuple[tuple[Any, ...], Any]], steps: tuple[int, ...]
-) -> Port | None:
-    """How a submodule takes and returns a state, by its calls; None if it has none."""
-    (x, *state), result = calls[-1]
-    if isinstance(part, nn.RNNBase):
-        # it may run over another dimension, such as frequency
-        batches = isinstance(x, Tensor) and x.dim() == 3 and len(calls) == 1
-        over_time = not batches or x.shape[int(part.batch_first)] in steps
-        state = [result[1]] if over_time and not part.bidirectional else []
-    elif len(calls) == 1 and isinstance(result, tuple) and {*map(type, state)} <= {type(None)}:
-        # a part with an optional state
-        names = [p.name for p in parameters_of(part.forward)[1:]]
-        state = [result[-1]] if len(names) == 1 and names_state(names[0]) else []
-    elif len(calls) not in steps or steps[0] == 1:
-        state = []
-    elif isinstance(part, nn.RNNCellBase):
-        state = [result]
-    leaves, last = pytree.tree_leaves(state), pytree.tree_leaves(result)
-    shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in (leaves, last)]
-    if not state or shapes[1][-len(leaves) :] != shapes[0] or None in shapes[0]:
-        return None
-    return Port(pytree.tree_structure(state[0] if len(state) == 1 else (*state,)), len(state))
+def _runs_over(part: nn.RNNBase | nn.RNNCellBase, xs: list[Any], steps: tuple[int, ...]) -> bool:
+    """Whether a layer or cell that was called with `xs` runs over the steps, forward in time."""
+    if isinstance(part, nn.RNNCellBase):
+        return len(xs) in steps and steps[0] > 1
+    # it may run over another dimension, such as frequency
+    is_batch = len(xs) == 1 and isinstance(xs[0], Tensor) and xs[0].dim() == 3
+    return not part.bidirectional and (not is_batch or xs[0].shape[int(part.batch_first)] in steps)
 
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()
-HOLDS = (type(None), Tensor, tuple, list, dict, int, float, np.ndarray)  # a state, or a counter
+HOLDS = (type(None), Tensor, tuple, list, dict, int, float)  # a state, or a counter
 
 
 def attributes(module: nn.Module) -> dict[Key, Any]:
@@ -268,9 +212,7 @@ def key_name(key: Key) -> str:
 
 def copied(value: Any) -> Any:
     """A value whose change in place leaves the original as it is."""
-    if isinstance(value, Tensor):
-        return value.clone() if type(value) is not nn.Parameter else value
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
+    return pytree.tree_map(lambda leaf: leaf.clone() if type(leaf) is Tensor else leaf, value)
 
 
 def get_attributes(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Any]:
@@ -279,7 +221,7 @@ def get_attributes(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Any]:
 
 
 def set_attributes(module: nn.Module, values: Mapping[Key, Any]) -> None:
-    """Set attributes to copies, without the checks of `nn.Module.__setattr__`."""
+    """Set attributes, without the checks of `nn.Module.__setattr__`."""
     for (path, name), value in values.items():
         owner = module.get_submodule(path)
         own = owner._buffers if name in owner._buffers else owner.__dict__

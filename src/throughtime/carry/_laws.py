@@ -13,7 +13,7 @@ credit    gradients flow through the state: chunks give the gradients of one cal
 These too, on a module that is called by a convention:
 
 random    two recordings start from the same state
-kept      no attribute beside the state is read by the next call
+kept      calls change no attribute beside the state that the next call reads, and no number
 long      the same as `whole`, with chunks as long as those of the stream
 start     the start gives what the module gives without a state, and its gradients
 last      steps one by one end where one call of the whole sequence ends
@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
-from throughtime.carry._inside import Key, attributes, get_attributes, set_attributes
+from throughtime.carry._inside import attributes, get_attributes
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
@@ -97,8 +97,8 @@ LAWS: dict[str, Sentences] = {
         "chunks with the state carried do not give what one call gives",
         "Something is kept outside the state, or is not kept: past steps of a convolution (write"
         " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
-        " over time, a variable of forward. Let forward(x, state) return (y, state) with all that"
-        " it needs",
+        " over time, a variable of forward, a state after dropout. Let forward(x, state) return"
+        " (y, state) with all that it needs; dropout belongs on outputs",
     ),
     "memory": Sentences(
         "its outputs do not depend on the state that it gets",
@@ -112,7 +112,8 @@ LAWS: dict[str, Sentences] = {
         " and keeps memory flat",
     ),
     "kept": Sentences(
-        "what it returns depends on attributes beside its state, which calls change",
+        "what it returns depends on attributes beside its state, which calls change, or calls"
+        " change a number",
         "It keeps a part of its state in attributes. Let forward(x, state) return (y, state) with"
         " all of it, or keep all of it in attributes, a count of steps as a tensor (lanes,)",
     ),
@@ -126,7 +127,7 @@ LAWS: dict[str, Sentences] = {
         " its start is random",
         "Its recordings start from something that no layer shows: give the module a method"
         " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda m, lanes:"
-        " ...)",
+        " ...). With context=, pad the inputs once, by all its steps, and no layer inside",
     ),
     "long": Sentences(
         "long chunks with the state carried do not give what one call gives",
@@ -138,6 +139,7 @@ LAWS: dict[str, Sentences] = {
 # Measured on any adapter
 MEASURED = ("repeat", "value", "inputs", "causal", "lanes", "shape", "whole", "memory", "credit")
 EXACT = ("random", "value", "inputs", "memory", "shape")
+GRADIENTS = ("credit", "start", "last", "kept")  # measured with a graph
 # The exceptions that a module raises for inputs or a state that do not fit it.
 MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
@@ -167,181 +169,26 @@ class Law:
         return self.deviation <= self.tolerance
 
 
-class NotFiniteError(ValueError):
-    """A module computes outputs that are not finite."""
-
-
-class Laboratory:
-    """Runs an adapter on inputs `(T, B, ...)`, always from the same attributes and buffers.
+class Runs:
+    """Calls of an adapter, each from the same attributes and buffers.
 
     Args:
         adapter: of `module`.
         module: a copy; its modes are changed.
-        x: inputs `(T, B, ...)`.
-        chunks: lengths of chunks, with T as their sum.
-        tolerance: relative to the largest output; by default a hundred roundings, and at least
-            those of a computation in float32.
-        long: inputs as long as the chunks of the stream, if they are to be tried.
-
-    Attributes:
-        training: the modes of all parts in which laws are measured; None for evaluation.
-        outputs: of one call with all steps, without a graph.
-        end: the state after it.
+        lanes: B.
+        training: the modes of all parts, to run in training, with dropout and random numbers
+            replaced by constants; None for evaluation.
     """
 
     def __init__(
-        self,
-        adapter: Adapter,
-        module: nn.Module,
-        x: Tensor,
-        chunks: Sequence[int] = (3, 4),
-        tolerance: float | None = None,
-        long: Tensor | None = None,
+        self, adapter: Any, module: nn.Module, lanes: int, training: dict[str, bool] | None
     ) -> None:
-        self.adapter, self.module, self.x, self._steps = adapter, module, x, long
-        self._c: Any = getattr(adapter, "convention", None)
-        self._early, self._late, self._lengths = x[: chunks[0]], x[chunks[0] :], [*chunks]
-        # puts attributes, buffers and modes back
-        self.restore, weight = Snapshot(module).restore, weight_of(module)
-        dtype = torch.get_default_dtype() if weight is None else weight.dtype
-        self._rounding = 100 * torch.finfo(dtype).eps
-        # a module in float64 may compute in float32 inside
-        self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
-        self.training: dict[str, bool] | None = None
+        self.adapter, self.module, self.is_training = adapter, module, training is not None
+        set_modes(module, training)
+        self.restore = Snapshot(module).restore  # puts attributes, buffers and modes back
+        self.starts = [adapter.initial_state(lanes) for _ in range(2)]
 
-    def measure(
-        self, names: Sequence[str] = MEASURED, training: dict[str, bool] | None = None
-    ) -> Iterator[Law]:
-        """The laws, one by one, so that a caller may stop at the first that is broken.
-
-        Args:
-            names: of the laws.
-            training: the modes of all parts, to measure in training, with dropout and random
-                numbers replaced by constants; None for evaluation.
-        """
-        self.training, is_training = training, training is not None
-        self.restore()
-        set_modes(self.module, training)
-        self.restore = Snapshot(self.module).restore
-        self._starts = [self.adapter.initial_state(self.x.shape[1]) for _ in range(2)]
-        with torch.set_grad_enabled(is_training):  # as in use
-            y, self.end = self.run(self.x)
-            self.outputs = y.detach()
-            self._first, self._middle = self.run(self._early)
-            self._before = trees.map_leaves(torch.clone, trees.detach(self._middle))
-            self._later = self.run(self._late, *self._lengths[1:], state=self._middle)
-        self._scale = 1 + float(self.outputs.abs().max())
-        self.tolerance, self._needed = (n * self._scale for n in (self._relative, self._rounding))
-        for name in names:
-            measure: Callable[[], float] = getattr(self, f"_{name}")
-            try:
-                with torch.set_grad_enabled(
-                    is_training or name in ("credit", "start", "last", "kept")
-                ):
-                    deviation, error = measure(), ""
-            except MISFIT_ERRORS as raised:
-                deviation, error = math.nan, str(raised).split("\n")[0]
-            tolerance = self.tolerance * (10 if name in ("long", "last") else name not in EXACT)
-            yield Law(name, deviation, tolerance, error, is_training)
-
-    def _random(self) -> float:
-        first, second = self._starts
-        if not isinstance(self._c.start, tuple):  # the user's own may differ between lanes
-            second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
-        return difference(first, second)
-
-    def _repeat(self) -> float:
-        # in evaluation, what the first run left in attributes and buffers must not matter
-        return self._apart(*self.run(self.x, restore=False))
-
-    def _value(self) -> float:
-        return difference(self._middle, self._before)
-
-    def _inputs(self) -> float:
-        self._change = self._moved(self.x.shape[1] - 1)
-        return max(0.0, self._needed - float(self._change[len(self.x) // 2 :, -1].max()))
-
-    def _causal(self) -> float:
-        return float(self._change[: len(self.x) // 2, -1].max())
-
-    def _moved(self, lane: int) -> Tensor:
-        """By how much another input of a lane in the middle changes each output `(T, B)`."""
-        y, _ = self.run(changed_inputs(self.x, len(self.x) // 2, lane))
-        return (y.detach() - self.outputs).abs().reshape(*y.shape[:2], -1).amax(2)
-
-    def _lanes(self) -> float:
-        if (lanes := self.x.shape[1]) == 1:
-            return 0.0
-        mixed = max(float(self._change[:, :-1].max()), float(self._moved(0)[:, 1:].max()))
-        if self.training:
-            return mixed  # a mask may be drawn for each row of the batch
-        try:
-            alone = self._alone([lanes - 1, 0])
-        except MISFIT_ERRORS:  # it is made for a number of lanes
-            alone = self._alone([*range(lanes)][::-1])
-        return max(mixed, alone)
-
-    def _alone(self, lanes: list[int]) -> float:
-        index = torch.tensor(lanes, device=self.x.device)
-        y, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
-        return difference(y, self._later[0][:, index])
-
-    def _shape(self) -> float:
-        first, *others = map(shapes_of, (self._starts[0], self._before, self.end))
-        return 0.0 if others == [first, first] else math.inf
-
-    def _whole(self) -> float:
-        y, end = self._later
-        deviations = [self._apart(torch.cat([self._first, y]), end)]
-        if self.training is None:
-            # what steps leave in attributes and buffers must not matter to a chunk either
-            *head, last = self._lengths
-            deviations.append(self._apart(*self.run(self.x, *[1] * sum(head), last)))
-        return max(deviations)
-
-    def _memory(self) -> float:
-        y, _ = self.run(self._late)
-        return max(0.0, self._needed - difference(y, self.outputs[-len(y) :]))
-
-    def _credit(self) -> float:
-        """The difference of two gradients of the outputs: in one call and in chunks."""
-        x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
-        leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
-        try:
-            y, z = (self.run(x, *chunks)[0] for chunks in ((), self._lengths))
-            if not leaves or not (y.requires_grad and z.requires_grad):
-                return 0.0
-            deviation = gradient_difference(y, z, leaves)
-            is_stepped = self._c is not None and self._c.call != "chunk"
-            # what it detaches gets no gradient at all then
-            return math.inf if is_stepped and self._cuts_credit() else deviation
-        except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
-            if self.training is None:
-                raise
-            return 0.0
-
-    def _cuts_credit(self) -> bool:
-        """Whether a tensor of the state changes outputs and gets no gradient from them.
-
-        Where the module gets one step at a time, it is detached however the steps are divided. The
-        first step after it and the later ones are two questions: what a step returns may be cut
-        where what it computes is not.
-        """
-        state = trees.map_leaves(_fresh_leaf, self.run(self._early)[1])
-        y, _ = self.run(self._late, state=state)
-        for leaf in filter(trees.differentiable, trees.tensors(state)):
-            other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
-            with torch.no_grad():
-                changed, _ = self.run(self._late, state=other)
-            for part, moved in ((y[:1], changed[:1]), (y[1:], changed[1:])):
-                if (
-                    difference(moved, part) > self.tolerance
-                    and not gradients(part, [leaf])[0].any()
-                ):
-                    return True
-        return False
-
-    def run(
+    def __call__(
         self, x: Tensor, *chunks: int, state: State = (), restore: bool = True
     ) -> tuple[Tensor, State]:
         """Outputs and the final state; in one call unless lengths of chunks are given.
@@ -350,15 +197,15 @@ class Laboratory:
         of power iteration or a count of calls depends on how the steps are divided.
 
         Raises:
-            NotFiniteError: outputs are not finite.
+            FloatingPointError: outputs are not finite.
         """
         if restore:
             self.restore()
         if state == ():
-            state = trees.map_leaves(torch.clone, self._starts[0])
+            state = trees.map_leaves(torch.clone, self.starts[0])
         outputs: list[Tensor] = []
         for part in x.split(chunks or (len(x),)):
-            if self.training is not None:
+            if self.is_training:
                 self.restore()
                 random.seed(0)
             with self.constant_randomness():
@@ -366,145 +213,281 @@ class Laboratory:
             outputs.append(y)
         y = torch.cat(outputs)
         if not torch.isfinite(y).all():
-            raise NotFiniteError("the outputs are not finite")
+            raise FloatingPointError("the outputs are not finite")
         return y, state
 
     def constant_randomness(self) -> Any:
         """The context of a call: in training, dropout and random numbers are constants."""
-        return nullcontext() if self.training is None else ConstantRandomness()
+        return ConstantRandomness() if self.is_training else nullcontext()
 
-    def _apart(self, y: Tensor, end: State) -> float:
-        """The difference from one call."""
-        return difference((y, end), (self.outputs, self.end))
-
-    # ------------------------------------------------------------ with the author's own calls
-
-    def _long(self) -> float:
-        x: Any = self._steps
-        if self._c.call != "chunk":
-            return 0.0
-        try:
-            y, z = (self.run(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
-        except NotFiniteError:  # noise lets a recurrence grow
-            return 0.0
-        return difference(y, z) * self._scale / (1 + float(y.abs().max()))
-
-    def _kept(self) -> float:
-        """How much the attributes that a call leaves change what the next one makes and leaves.
-
-        Counts of calls go on far beyond those of a trial.
-        """
-        adapter: Any = self.adapter
-        self.restore()
-        rows = [attributes(self.module)]
-        has_numbers = any(type(value) in (int, float) for value in rows[0].values())
-        for _ in range(2 * has_numbers):
-            self.run(self.x, state=self._starts[0], restore=False)
-            rows.append(attributes(self.module))
-        counts = {
-            key: value + 1000 * (value - rows[-2][key])
-            for key, value in rows[-1].items()
-            if type(value) in (int, float) and len({row.get(key) for row in rows}) == 3
-        }
-        if counts:
-            self.restore()
-            set_attributes(self.module, counts)
-            late = self.run(self.x, state=self._starts[0], restore=False)
-            numbers = {key: rows[0].get(key) for key in counts}
-            if (deviation := max(self._apart(*late), self._uneven(numbers))) > self.tolerance:
-                return deviation
-        if self._c.attributes:
-            return 0.0
-        keys, adapter.touched = adapter.touched, ()
-        before, x = self.x[:6].split(3)
-        rows = list[Any]()
-        try:
-            for parts in ((x,), (before, x)):
-                self.restore()
-                ys = [adapter.run(part, self._starts[0])[0] for part in parts]
-                rows.append([ys[-1], get_attributes(self.module, keys)])
-        finally:
-            adapter.touched = keys
-        return difference(*rows)
-
-    def _uneven(self, numbers: dict[Key, Any]) -> float:
-        """The difference of many steps and their gradients from those with equal counts."""
-        x = torch.cat([self.x] * 10)
-        steps = [1] * len(x)
-        y = self.run(x, *steps)
-        hook = self.module.register_forward_pre_hook(lambda m, _: set_attributes(m, numbers))
-        z = self.run(x, *steps)
-        hook.remove()
-        return self._difference(y, z)
-
-    def _start(self) -> float:
-        adapter: Any = self.adapter
-        c = self._c
-        if c.start not in (None, OWN, *ZEROS) and not c.attributes:
-            return 0.0  # the user says it, or the author in a method for that
-        x, calls = self.x if c.call == "chunk" else self.x[:1], list[Any]()
-        for start in (None, c.start) if c.start in ZEROS else (c.start,):
-            with suppress(Exception):  # it needs a state
-                calls = calls or [self._own(x, start, c.call) for _ in range(2)]
-        if not calls:
-            return 0.0
-        y, end = self.run(x)
-        end = end[STATE] if c.hints.context else end
-        try:
-            rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
-        except MisfitError:
-            if c.hints.context:
-                return 0.0  # its first steps alone have fewer outputs: it needs the zeros
-            raise
-        return max(difference(*rows), self._difference(rows[0], (y, end)))
-
-    def _last(self) -> float:
-        c = self._c
-        x: Any = self._steps
-        if c.call != "last" or c.hints.context or c.hints.call:
-            return 0.0
-        y = item_at(self._own(x, c.start, "chunk")[0], c.outputs[0].path)
-        z, _ = self.run(x)
-        # all outputs, or the last
-        fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
-        fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-        return self._difference(y, min(fits, key=partial(difference, y), default=z))
-
-    def _own(self, x: Tensor, start: Any, call: Any) -> tuple[Any, State]:
+    def own(self, x: Tensor, start: Any, unit: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
-        adapter: Any = self.adapter
+        adapter, c = self.adapter, self.adapter.convention
         self.restore()
-        bare = replace(self._c.hints, context=0)
-        adapter.convention = replace(self._c, hints=bare, start=start, call=call)
+        adapter.convention = replace(c, context=0, start=start, unit=unit)
         try:
             with self.constant_randomness():
                 return adapter.first_call(x)
         finally:
-            adapter.convention = self._c
-
-    def _difference(self, *calls: Any) -> float:
-        """The difference of two outputs and states, and that of their gradients."""
-        leaves = [p for p in self.module.parameters() if p.requires_grad]
-        deviation = difference(*calls)
-        with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            y, z = calls
-            return max(deviation, gradient_difference(y, z, leaves))
-        return deviation
+            adapter.convention = c
 
 
-def _fresh_leaf(leaf: Tensor) -> Tensor:
-    leaf = leaf.detach().clone()
-    return leaf.requires_grad_() if trees.differentiable(leaf) else leaf
+def measured(
+    adapter: Adapter,
+    module: nn.Module,
+    x: Tensor,
+    names: Sequence[str] = MEASURED,
+    *,
+    chunks: Sequence[int] = (3, 4),
+    tolerance: float | None = None,
+    training: dict[str, bool] | None = None,
+    long: Tensor | None = None,
+) -> Iterator[Law]:
+    """The laws, one by one, so that a caller may stop at the first that is broken.
+
+    Args:
+        adapter: of `module`.
+        module: a copy; its modes, attributes and buffers are changed.
+        x: inputs `(T, B, ...)`.
+        names: of the laws.
+        chunks: lengths of chunks, with T as their sum.
+        tolerance: relative to the largest output; by default a hundred roundings, and at least
+            those of a computation in float32.
+        training: as in `Runs`.
+        long: inputs as long as the chunks of the stream, for the law `long`.
+    """
+    runs, weight = Runs(adapter, module, x.shape[1], training), weight_of(module)
+    rounding = 100 * torch.finfo(torch.get_default_dtype() if weight is None else weight.dtype).eps
+    # a module in float64 may compute in float32 inside
+    relative = max(rounding, SINGLE) if tolerance is None else tolerance
+    with torch.set_grad_enabled(runs.is_training):  # as in use
+        y, end = runs(x)
+        scale = 1 + float(y.detach().abs().max())
+        laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
+    laws |= {
+        "random": lambda: _start_difference(runs),
+        "kept": lambda: kept_difference(runs, x),
+        "long": lambda: _long_difference(runs, long, scale),
+        "start": lambda: _own_difference(runs, x),
+        "last": lambda: _last_difference(runs, long),
+    }
+    for name in names:
+        try:
+            with torch.set_grad_enabled(runs.is_training or name in GRADIENTS):
+                deviation, error = laws[name](), ""
+        except MISFIT_ERRORS as raised:
+            deviation, error = math.nan, str(raised).split("\n")[0]
+        allowed = relative * scale * (10 if name in ("long", "last") else name not in EXACT)
+        yield Law(name, deviation, allowed, error, runs.is_training)
+
+
+Laws: TypeAlias = dict[str, Callable[[], float]]
+
+
+def _of_any(
+    runs: Runs, x: Tensor, lengths: list[int], whole: Any, limits: tuple[float, float]
+) -> Laws:
+    """The laws of any adapter.
+
+    Args:
+        runs: of it.
+        x: inputs.
+        lengths: of chunks.
+        whole: outputs and state of one call.
+        limits: what is allowed, and by how much outputs must change where they have to.
+    """
+    (outputs, end), middle, count = whole, len(x) // 2, x.shape[1]
+    early, late = x[: lengths[0]], x[lengths[0] :]
+    first, state = runs(early)
+    before = trees.map_leaves(torch.clone, trees.detach(state))
+    second, last = runs(late, *lengths[1:], state=state)
+    changes: dict[int, Tensor] = {}
+
+    def changed(lane: int) -> Tensor:
+        """By how much another input of a lane in the middle changes each output `(T, B)`."""
+        if lane not in changes:
+            y, _ = runs(changed_inputs(x, middle, lane))
+            changes[lane] = (y.detach() - outputs).abs().reshape(*y.shape[:2], -1).amax(2)
+        return changes[lane]
+
+    def alone(*lanes: int) -> float:
+        index = torch.tensor(lanes, device=x.device)
+        y, _ = runs(late[:, index], state=trees.select(before, index))
+        return difference(y, second[:, index])
+
+    def mixed() -> float:
+        if count == 1:
+            return 0.0
+        deviation = float(torch.cat([changed(count - 1)[:, :-1], changed(0)[:, 1:]]).max())
+        if runs.is_training:
+            return deviation  # a mask may be drawn for each row of the batch
+        try:
+            return max(deviation, alone(count - 1, 0))
+        except MISFIT_ERRORS:  # it is made for a number of lanes
+            return max(deviation, alone(*range(count)[::-1]))
+
+    def divided() -> float:
+        deviation = difference((torch.cat([first, second]), last), whole)
+        if runs.is_training:
+            return deviation
+        # what steps leave in attributes and buffers must not matter to a chunk either
+        return max(
+            deviation, difference(runs(x, *[1] * (len(x) - lengths[-1]), lengths[-1]), whole)
+        )
+
+    shapes = [*map(shapes_of, (runs.starts[0], before, end))]
+    return {
+        # in evaluation, what the first run left in attributes and buffers must not matter
+        "repeat": lambda: difference(runs(x, restore=False), whole),
+        "value": lambda: difference(state, before),
+        "inputs": lambda: max(0.0, limits[1] - float(changed(count - 1)[middle:, -1].max())),
+        "causal": lambda: float(changed(count - 1)[:middle, -1].max()),
+        "lanes": mixed,
+        "shape": lambda: 0.0 if shapes[1:] == shapes[:-1] else math.inf,
+        "whole": divided,
+        "memory": lambda: max(0.0, limits[1] - difference(runs(late)[0], outputs[lengths[0] :])),
+        "credit": lambda: _credit(runs, x, lengths, limits[0]),
+    }
+
+
+def _credit(runs: Runs, x: Tensor, lengths: list[int], limit: float) -> float:
+    """The difference of two gradients of the outputs: in one call and in chunks."""
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    leaves = [p for p in (*runs.module.parameters(), x) if p.requires_grad]
+    try:
+        y, z = (runs(x, *chunks)[0] for chunks in ((), lengths))
+        if not leaves or not (y.requires_grad and z.requires_grad):
+            return 0.0
+        c = getattr(runs.adapter, "convention", None)
+        # what a step detaches gets no gradient at all
+        if c is not None and c.unit != "chunk" and cuts_credit(runs, x, lengths[0], limit):
+            return math.inf
+        return gradient_difference(y, z, leaves)
+    except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
+        if runs.is_training:
+            return 0.0
+        raise
+
+
+def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
+    """Whether a tensor of the state changes outputs and gets no gradient from them.
+
+    Where the module gets one step at a time, it is detached however the steps are divided. The
+    first step after it and the later ones are two questions: what a step returns may be cut where
+    what it computes is not.
+    """
+
+    def fresh(leaf: Tensor) -> Tensor:
+        return leaf.detach().clone().requires_grad_(trees.differentiable(leaf))
+
+    state = trees.map_leaves(fresh, runs(x[:early])[1])
+    y, _ = runs(x[early:], state=state)
+    for leaf in filter(trees.differentiable, trees.tensors(state)):
+        other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
+        changed, _ = runs(x[early:], state=other)
+        for part in (slice(1), slice(1, None)):
+            moves = difference(changed[part], y[part]) > limit
+            if moves and not gradients(y[part], [leaf])[0].any():
+                return True
+    return False
+
+
+# ---------------------------------------------------------------- with the author's own calls
+
+
+def _start_difference(runs: Runs) -> float:
+    first, second = runs.starts
+    if not isinstance(runs.adapter.convention.start, tuple):  # the user's may differ between lanes
+        second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
+    return difference(first, second)
+
+
+def _long_difference(runs: Runs, x: Any, scale: float) -> float:
+    if runs.adapter.convention.unit != "chunk":
+        return 0.0
+    try:
+        y, z = (runs(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
+    except FloatingPointError:  # noise lets a recurrence grow
+        return 0.0
+    return difference(y, z) * scale / (1 + float(y.abs().max()))
+
+
+def _own_difference(runs: Runs, x: Tensor) -> float:
+    """The difference from the author's own call without a state, if that is possible."""
+    adapter, c = runs.adapter, runs.adapter.convention
+    if c.start not in (None, OWN, ZEROS) and not c.attributes:
+        return 0.0  # the user says it, or the author in a method for that
+    x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
+    for start in (None, c.start) if c.start == ZEROS else (c.start,):
+        with suppress(Exception):  # it needs a state
+            calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
+    if not calls:
+        return 0.0
+    y, end = runs(x)
+    try:
+        rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
+    except MisfitError:
+        if c.context:
+            return 0.0  # its first steps alone have fewer outputs: it needs the zeros
+        raise
+    own = _difference(runs, rows[0], (y, end[STATE] if c.context else end))
+    return max(difference(*rows), own)
+
+
+def _last_difference(runs: Runs, x: Any) -> float:
+    c = runs.adapter.convention
+    if c.unit != "last" or c.context or c.call:
+        return 0.0
+    y, (z, _) = item_at(runs.own(x, c.start, "chunk")[0], c.outputs[0].path), runs(x)
+    # all outputs, or the last
+    fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
+    fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
+    return _difference(runs, y, min(fits, key=partial(difference, y), default=z))
+
+
+def _difference(runs: Runs, y: State, z: State) -> float:
+    """The difference of two outputs and states, and that of their gradients."""
+    leaves = [p for p in runs.module.parameters() if p.requires_grad]
+    with suppress(RuntimeError):  # of a layer whose outputs are written in place
+        return max(difference(y, z), gradient_difference(y, z, leaves))
+    return difference(y, z)
+
+
+def kept_difference(runs: Runs, x: Tensor) -> float:
+    """How much the attributes that a call leaves change what the next one makes and leaves.
+
+    A number that calls change may count them, and change outputs long after a trial.
+    """
+    adapter, c, rows = runs.adapter, runs.adapter.convention, list[Any]()
+    runs.restore()
+    for _ in range(2):
+        runs(x[:1], restore=False)
+        values = attributes(runs.module)
+        rows.append({key: v for key, v in values.items() if type(v) in (int, float)})
+    if rows[0] != rows[1]:
+        return math.inf
+    if c.attributes:
+        return 0.0
+    rows, (early, x) = [], x[:6].split(3)
+    adapter.convention = replace(c, scratch=())
+    try:
+        for parts in ((x,), (early, x)):
+            runs.restore()
+            ys = [adapter.run(part, runs.starts[0])[0] for part in parts]
+            rows.append([ys[-1], get_attributes(runs.module, c.scratch)])
+    finally:
+        adapter.convention = c
+    return difference(*rows)
 
 
 def gradients(y: State, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of a loss of all outputs, or of a tree of them; zeros without a graph."""
-    parts = [part for part in trees.tensors(y) if part.is_floating_point()]
-    loss = sum((part * random_normal(part.shape, 2).to(part)).sum() for part in parts)
-    if not (leaves and isinstance(loss, Tensor) and loss.requires_grad):
+    parts = [part for part in trees.tensors(y) if part.requires_grad]
+    if not (leaves and parts):
         return [*map(torch.zeros_like, leaves)]
-    grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
-    return [grad.to_dense() for grad in grads]
+    weights = [random_normal(part.shape, 2).to(part) for part in parts]
+    options: Any = {"retain_graph": True, "materialize_grads": True}
+    return [grad.to_dense() for grad in torch.autograd.grad(parts, leaves, weights, **options)]
 
 
 def gradient_difference(y: State, z: State, leaves: Sequence[Tensor]) -> float:
@@ -527,7 +510,7 @@ def difference(first: Any, second: Any) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().to_dense(), b.detach().to_dense()
+    a, b = a.detach(), b.detach()
     if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
     a, b = (t.cpu().to(torch.promote_types(t.dtype, torch.float64)) for t in (a, b))

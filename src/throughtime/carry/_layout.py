@@ -18,7 +18,7 @@ from throughtime.state import State
 Path: TypeAlias = tuple[Any, ...]  # of an item in what a module returned
 Order: TypeAlias = tuple[int, int]  # the dimensions of time and of lanes
 TIME_FIRST, LANES_FIRST, FEATURES_FIRST = (0, 1), (1, 0), (2, 0)
-ORDERS = {TIME_FIRST: "(T, B, {})", LANES_FIRST: "(B, T, {})", FEATURES_FIRST: "(B, {}, T)"}
+ORDERS = {TIME_FIRST: "(T, B, ...)", LANES_FIRST: "(B, T, ...)", FEATURES_FIRST: "(B, ..., T)"}
 
 
 class MisfitError(ModelError):
@@ -46,12 +46,6 @@ def items_at(result: Any, keys: Path) -> Any:
     return (items[0] if len(items) == 1 else tuple(items)) if items else result
 
 
-def items_of(result: Any) -> list[tuple[Any, Any]]:
-    """The keys and items of a tuple, list, dict or dataclass; none of anything else."""
-    names, items, _ = trees._level(result) or ((), (), None)
-    return [*zip(names, items, strict=True)]
-
-
 def tensor_paths(result: Any) -> list[tuple[Path, Tensor]]:
     """Every tensor in a result."""
     return [(path, y) for path, y in trees._by_path(result) if isinstance(y, Tensor)]
@@ -70,13 +64,11 @@ class OutputLayout:
         path: of the item.
         order: of its dimensions, or of the steps and lanes that are one dimension.
         features: the shape of one output.
-        skip: steps before those of the inputs that have outputs as well.
     """
 
     path: Path = ()
     order: Order = TIME_FIRST
     features: tuple[int, ...] = ()
-    skip: int = 0
 
     @classmethod
     def of(
@@ -91,20 +83,18 @@ class OutputLayout:
             sizes: T, B, and the steps of the context, which may have outputs as well.
             dims: of the inputs of a chunk: outputs of a step that have as many have time.
         """
-        shape: tuple[int, ...] = tuple(y.shape)
-        first, (steps, lanes, context) = orders[0], sizes
+        shape, (steps, lanes, context) = tuple(y.shape), sizes
         has_time = steps > 1 or len(shape) >= max(3, dims)
-        for skip in dict.fromkeys((context, 0)) if shape and y.is_floating_point() else ():
-            both = steps + skip, lanes
+        for length in (steps + context, steps) if shape and y.is_floating_point() else ():
             fits = [
-                cls(path, order, tuple(n for i, n in enumerate(shape) if i not in order), skip)
+                cls(path, order, tuple(n for i, n in enumerate(shape) if i not in order))
                 for order in orders
-                if len(shape) > max(order) and tuple(shape[i] for i in order) == both
+                if len(shape) > max(order) and tuple(shape[i] for i in order) == (length, lanes)
             ]
-            if shape[0] == math.prod(both):
-                fits.insert(len(fits) * has_time, cls(path, first, shape[1:], skip))
-            if fits or both == (1, 1):
-                return fits[0] if fits else cls(path, first, shape, skip)
+            if shape[0] == length * lanes:
+                fits.insert(len(fits) * has_time, cls(path, orders[0], shape[1:]))
+            if fits or (length, lanes) == (1, 1):
+                return [*fits, cls(path, orders[0], shape)][0]
         return None
 
     def read(self, result: Any, steps: int, lanes: int, before: int = 0) -> Tensor:
@@ -113,11 +103,13 @@ class OutputLayout:
         Raises:
             MisfitError: the shape of the item does not fit.
         """
-        skip = min(self.skip, before)
-        y, (t, b), steps = item_at(result, self.path), self.order, steps + skip
+        y, (t, b), size = item_at(result, self.path), self.order, lanes * math.prod(self.features)
+        if before and y.numel() == steps * size:
+            before = 0  # the past has no outputs
+        steps += before
         if y.dim() != 2 + len(self.features) or (y.shape[t], y.shape[b]) != (steps, lanes):
             # steps and lanes in one dimension, or squeeze() in a module drops a time or a batch
-            if y.numel() != steps * lanes * math.prod(self.features):
+            if y.numel() != steps * size:
                 raise MisfitError(
                     f"it returned outputs of shape {tuple(y.shape)} for {steps} steps of {lanes}"
                     " lanes, expected one output per step; the stream's mask selects those that"
@@ -127,7 +119,7 @@ class OutputLayout:
             y = y.reshape(*((lanes, steps) if t else (steps, lanes)), *self.features)
         if (t, b) != TIME_FIRST:
             y = y.movedim((t, b), (0, 1))
-        return y[skip:] if skip else y
+        return y[before:] if before else y
 
 
 class LaneDim(NamedTuple):
@@ -191,10 +183,8 @@ class LaneLayout:
         return self._moved(state, LaneDim.to_module)
 
     def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
-        if all(dim == (0, 1) for dim in self.dims):
-            return state
-        dims = iter(self.dims)
-        return trees.map_tensors(lambda leaf: move(next(dims), leaf), state)
+        dims = iter(self.dims)  # a state of more tensors is the module's to refuse
+        return trees.map_tensors(lambda leaf: move(next(dims, LaneDim(0)), leaf), state)
 
     def fill(self, start: Any, lanes: int, weight: Tensor | None) -> State:
         """The state of all lanes, lanes first, on the device of the module.
@@ -202,47 +192,41 @@ class LaneLayout:
         Floating numbers have the dtype of the module's weights.
 
         Args:
-            start: in the layout of the module, of one lane, or without a dimension for lanes; None
-                is zeros, and a number that of all units, in any part of it.
+            start: in the layout of the module, of one lane, or without a dimension for lanes. What
+                is None starts at zero; a number is that of all units.
             lanes: B.
             weight: of the module.
 
         Raises:
             StateError: it has another structure, or other sizes.
         """
+        paths = [path for path, _ in tensor_paths(self.example)]
+        values = dict(trees._by_path(start))
+        if isinstance(start, (int, float)):
+            values = dict.fromkeys(paths, start)
+        known = {path for path, leaf in values.items() if leaf is not None}
+        # what is None, or empty as a whole, may stand for more of the state
+        if known - {*paths} or 0 < len(values) == len(known) < len(paths):
+            raise StateError(f"the start has tensors at {known}, the state at {paths}")
+        rows = zip(self.dims, paths, strict=True)
 
-        def zero(leaf: Tensor) -> Tensor:
-            like = weight if weight is not None and leaf.is_floating_point() else leaf
-            device = leaf.device if weight is None else weight.device
-            return like.new_zeros(lanes, *leaf.shape[1:], device=device)
-
-        def spread(zero: Tensor, leaf: Tensor) -> Tensor:
-            dim, leaf = next(dims), leaf.to(zero)
-            sizes, own = ([n for n in shape if n > 1] for shape in (zero.shape[1:], leaf.shape))
-            if not zero.numel():
-                return zero
+        def row(leaf: Tensor) -> Tensor:
+            zero = leaf.expand(lanes, *leaf.shape[1:])
+            if weight is not None:
+                zero = zero.to(weight if leaf.is_floating_point() else weight.device)
+            dim, path = next(rows)
+            value = values.get(path)
+            value = torch.as_tensor(0 if value is None else value).to(zero)
+            value = value if value.numel() else value.new_zeros(())  # not made yet
+            sizes, own = ([n for n in shape if n > 1] for shape in (zero.shape[1:], value.shape))
             if own == sizes:  # of one lane
-                return leaf.reshape(1, *zero.shape[1:]).expand(zero.shape).contiguous()
-            return dim.to_front(leaf.expand(dim.to_module(zero).shape)).contiguous()
+                return value.reshape(1, *zero.shape[1:]).expand(zero.shape).contiguous()
+            return dim.to_front(value.expand(dim.to_module(zero).shape)).contiguous()
 
-        zeros, dims = trees.map_leaves(zero, self.example), iter(self.dims)
         try:
-            return trees.map_leaves(spread, zeros, _complete(start, zeros))
+            return trees.map_leaves(row, self.example)
         except RuntimeError as error:
             raise StateError(f"the start does not fit {lanes} lanes: {error}") from error
-
-
-def _complete(start: Any, zeros: Any) -> Any:
-    """A start with zeros for what is None yet, and numbers as tensors."""
-    if not (start.numel() if isinstance(start, Tensor) else start):
-        return trees.map_tensors(lambda leaf: leaf.new_zeros(()), zeros)
-    if isinstance(start, (int, float)):
-        return torch.tensor(start, device="cpu")
-    if isinstance(start, dict):
-        return {key: _complete(start.get(key), zero) for key, zero in zeros.items()}
-    if type(start) in (list, tuple) and len(start) == len(zeros):
-        return type(start)([*map(_complete, start, zeros)])
-    return start
 
 
 def _lane_dim(name: str, counts: list[int], shapes: list[tuple[int, ...]]) -> LaneDim:
@@ -255,7 +239,8 @@ def _lane_dim(name: str, counts: list[int], shapes: list[tuple[int, ...]]) -> La
         if (rows := sizes[0] // counts[0]) and sizes == tuple(rows * n for n in counts)
     ]
     if len(counts) == 1:  # it was made for that number of lanes
-        dims = sorted(filter(lambda dim: dim.rows == 1, dims), key=lambda dim: dim.dim != 1)[:1]
+        dims.sort(key=lambda dim: (dim.rows, dim.dim != 1))
+        del dims[1:]
     if len(dims) != 1 or len({*map(len, shapes)}) > 1:
         raise StateError(
             f"state leaf '{name}' has shape {' and '.join(map(str, shapes))} for"

@@ -11,35 +11,25 @@ import logging
 import math
 import re
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import (
-    CALLS,
-    OWN,
-    ZEROS,
-    Convention,
-    Hints,
-    ModuleAdapter,
-    layer_zeros,
-)
+from throughtime.carry._calls import OWN, UNITS, ZEROS, Convention, ModuleAdapter, layer_zeros
 from throughtime.carry._inside import (
     Key,
     attributes,
     is_turned,
+    layers_over_time,
     names_state,
     parameters_of,
-    ports_of,
 )
-from throughtime.carry._laws import LAWS, MEASURED, Laboratory, Law, difference
+from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
 from throughtime.carry._layout import (
     FEATURES_FIRST,
     LANES_FIRST,
@@ -52,7 +42,6 @@ from throughtime.carry._layout import (
     is_state,
     item_at,
     items_at,
-    items_of,
     shapes_of,
     tensor_paths,
 )
@@ -70,13 +59,13 @@ from throughtime.carry._trial import (
     set_modes,
     weight_of,
 )
-from throughtime.errors import StateError
+from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
 CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made for raises anything
 LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
 NEAR = ("value", "credit", "long", "random")  # the way is right, the module is not
-PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
+PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and says that it goes on
 # methods that say the start
 STARTS = re.compile(r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")
 Outputs: TypeAlias = tuple[OutputLayout, ...]
@@ -93,7 +82,7 @@ class Failure(NamedTuple):
     """
 
     stage: float
-    convention: Convention | None
+    convention: Convention
     law: Law | None = None
     error: Exception | None = None
 
@@ -129,21 +118,16 @@ class Twin:
             adapter.close()
             self._snapshot.restore()
 
-    def first_call(self, c: Convention, x: Tensor) -> tuple[Any, State]:
-        """The result of a call from the start of a recording, and the state after it."""
-        with self.bound(c) as bound:
-            return bound.first_call(x)
+    def first_call(self, c: Convention, x: Tensor) -> tuple[Any, State, dict[Key, Any]]:
+        """The result of a call from the start of a recording, and the state after it.
 
-    def changes(self, c: Convention, x: Tensor) -> dict[Key, Any]:
-        """The attributes that a call changes, and their values after it.
-
-        Numbers do not count: a counter goes on counting, as in use.
+        Also the attributes that it changes and their values after it, but for numbers.
         """
         with self.bound(c) as bound:
             before = attributes(self.module)
-            bound.first_call(x)
-            after = attributes(self.module)
-        return {key: value for key, value in after.items() if difference(before.get(key, x), value)}
+            result, state = bound.first_call(x)
+            after = attributes(self.module).items()
+        return result, state, {k: v for k, v in after if difference(before.get(k, x), v)}
 
 
 def twins_of(module: nn.Module, x: Tensor) -> list[Twin]:
@@ -161,21 +145,21 @@ class Search:
     Args:
         module: the user's; it is copied.
         x: example inputs `(T, B, ...)`.
-        hints: what the user says.
+        base: what the user says.
         steps: of the chunks of the stream.
         is_link: whether the module is in a chain, and may compute each step alone, without a state.
     """
 
     def __init__(
-        self, module: nn.Module, x: Tensor, hints: Hints, steps: int, *, is_link: bool = False
+        self, module: nn.Module, x: Tensor, base: Convention, steps: int, *, is_link: bool = False
     ) -> None:
-        self.module, self.x, self.hints = module, x, hints
+        self.module, self.x, self.base = module, x, base
         self._steps, self._is_link = steps, is_link
         self.failures: list[Failure] = []
         self.choices: list[Outputs] = []  # more than one where the user must choose
-        self.began = self._reported = time.monotonic()
+        self.began, self._is_reported = time.monotonic(), False
         self.own_methods = _own_methods(module)
-        self.is_late = self.is_callable = self.has_state = False
+        self.is_late = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
@@ -190,7 +174,7 @@ class Search:
                             return convention
                         law = self.failures[-1].law
                         # without a state, a context as long as a trial passes all but `long`
-                        is_short = self.hints.context and convention.is_inside
+                        is_short = convention.context and convention.is_inside
                         if law is not None and law.name in NEAR and not is_short:
                             return None
                     if any(failure.stage >= 2 for failure in self.failures):
@@ -211,7 +195,7 @@ class Search:
         """Remember a way that was not accepted."""
         if law is not None:
             stage = 3 + [*LAWS].index(law.name) + len(LAWS) * law.training
-        self.failures.append(Failure(stage - 30 * c.is_one_lane, c, law, error))
+        self.failures.append(Failure(stage, c, law, error))
         return self._check_time()
 
     def _check_time(self) -> bool:
@@ -220,14 +204,14 @@ class Search:
         Raises:
             OutOfTimeError: it has taken too long.
         """
-        now = time.monotonic()
-        if now - self._reported > REPORT:
-            self._reported = now
+        seconds = time.monotonic() - self.began
+        if seconds > REPORT and not self._is_reported:
+            self._is_reported = True
             _log.warning(
-                "tt.carry has tried %d ways of calling %s in %.0f s, and gives up after %.0f s",
-                *(len(self.failures), type(self.module).__name__, now - self.began, PATIENCE),
+                "tt.carry still tries ways of calling %s, and gives up after %.0f s",
+                *(type(self.module).__name__, PATIENCE),
             )
-        if now - self.began > PATIENCE:
+        if seconds > PATIENCE:
             raise OutOfTimeError
         return False
 
@@ -235,80 +219,79 @@ class Search:
 
     def _conventions(self, x: Tensor) -> Iterator[Convention]:
         """Conventions to measure, the usual ones first."""
-        hints = self.hints
+        base = self.base
         orders = [TIME_FIRST, LANES_FIRST]
         if any(isinstance(m, nn.RNNBase) and m.batch_first for m in self.module.modules()):
             orders.reverse()
         orders += [FEATURES_FIRST] * (x.dim() == 3)
-        if hints.batch_first is not None:
-            orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        for is_bare, call in product((False, True)[: 1 + bool(hints.context)], CALLS):
-            for order in orders[:1] if call == "step" or hints.inputs else orders:
+        if base.batch_first is not None:
+            orders = [LANES_FIRST if base.batch_first else TIME_FIRST]
+        for unit in UNITS:
+            for order in orders[:1] if unit == "step" or base.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
-                    for base in self._places(Convention(hints, call, order, drop), x):
-                        yield from self._complete(replace(base, is_bare=is_bare), x)
+                    c = replace(base, unit=unit, order=order, drop=drop)
+                    try:
+                        calls = [*self._places(c, x)]
+                    except CALL_ERRORS as error:
+                        self._note(c, error=error)
+                        continue
+                    for call in calls:
+                        yield from self._complete(call, x)
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
-        """Conventions with a place of the state."""
-        if base.hints.call:
+        """Conventions with a place of the state.
+
+        Raises:
+            MisfitError: an argument is neither inputs nor a state.
+        """
+        if base.call:
             yield base
             return
-        try:
-            parameters = parameters_of(self.module.forward)
-            if base.hints.inputs is None and is_turned(parameters):
-                raise MisfitError("takes its state before its inputs")
-            options = parameters[len(base.arrange(x)) :]
-        except CALL_ERRORS as error:
-            self._note(base, error=error)
-            return
-        required = [p.name for p in options if p.default is p.empty]
-        if any("len" in name for name in required):
-            self._note(base, error=MisfitError(f"requires {required}"))
-        elif required and len({*map(names_state, required)}) == 1:
-            yield replace(base, arguments=(*required,))
-        if required:
+        parameters = parameters_of(self.module.forward)
+        if base.inputs is None and is_turned(parameters):
+            raise MisfitError("takes its state before its inputs")
+        options = parameters[len(base.arrange(x)) :]
+        if required := tuple(p.name for p in options if p.default is p.empty):
+            if len({*map(names_state, required)}) > 1 or "len" in str(required):
+                raise MisfitError(f"requires {required}")
+            yield replace(base, arguments=required)
             return
         yield base  # attributes: an argument is an option then
         named = [p.name for p in options if names_state(p.name)]
         others = [p.name for p in options if p.default is None and p.name not in named]
         for names in _together(named):
             yield replace(base, arguments=names)
-        yield from self._with_ports(base, x)
+        if base.unit != "step":
+            steps = len(x), len(x) + base.context
+            with suppress(*CALL_ERRORS), self.twins[0].bound(replace(base, unit="chunk")) as bound:
+                layers = layers_over_time(bound.module, lambda: bound.first_call(x), steps)
+                if layers:
+                    yield replace(base, layers=layers)
         for names in _together(others):
             yield replace(base, arguments=names)
 
-    def _with_ports(self, base: Convention, x: Tensor) -> Iterator[Convention]:
-        whole, steps = replace(base, call="chunk"), (len(x), len(x) + base.hints.context)
-        with suppress(*CALL_ERRORS), self.twins[0].bound(whole) as bound:
-            for ports in ports_of(bound.module, lambda: bound.first_call(x), steps):
-                if ports and base.call != "step":
-                    yield replace(base, ports=ports)
-
     def _starts(self, c: Convention) -> list[Any]:
         """The starts to try; others than that of the user may show where the lanes are."""
-        if self.hints.start is not None:
-            return [(self.hints.start,), None, *ZEROS]
-        if c.ports:
+        if c.start is not None:
+            return [c.start, None, ZEROS]
+        if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *ZEROS * bool(has_layer)]
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
-        starts, parts = self._starts(base), (x[:2], x[:3])
-        x = x if base.call == "chunk" else x[:1]
-        self.has_state |= not base.is_inside
-        for start in starts:
+        parts, x = (x[:2], x[:3]), x if base.unit == "chunk" else x[:1]
+        for start in self._starts(base):
             first = replace(base, start=start)
             try:
-                changed = self._changed(first, parts)
+                changed = self._changed(first, *parts)
                 kept = tuple(key for key, is_fixed in changed.items() if is_fixed)
                 first = replace(first, attributes=kept * base.is_inside, scratch=(*changed,))
-                result, after = self.twins[0].first_call(first, x)
+                result, after, _ = self.twins[0].first_call(first, x)
             except CALL_ERRORS as error:
-                self._note(first, isinstance(error, MisfitError) / 2, error)
+                self._note(first, 1.5 * isinstance(error, ModelError), error)
                 continue
-            self.is_callable, self.has_state = True, self.has_state or bool(kept)
             for keys in _state_keys(first, result):
                 c = replace(first, result=keys)
                 try:
@@ -318,18 +301,17 @@ class Search:
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
                     continue
-                if c is not None:
-                    self.choices = choices
-                    c = replace(c, start=starts[0] if self.hints.start is not None else start)
-                    yield from (replace(c, outputs=outputs) for outputs in choices)
-            if self.hints.start is not None:
+                self.choices = choices
+                c = replace(c, start=start if base.start is None else base.start)
+                yield from (replace(c, outputs=outputs) for outputs in choices)
+            if base.start is not None:
                 return
 
-    def _changed(self, c: Convention, parts: Sequence[Tensor]) -> dict[Key, bool]:
+    def _changed(self, c: Convention, *parts: Tensor) -> dict[Key, bool]:
         """The attributes that calls change, and whether they may be a state: of a fixed shape."""
         rows: dict[Key, list[Any]] = {}
         for twin, x in zip((self.twins[0], self.twins[-1]), parts, strict=True):
-            for key, value in twin.changes(c, x).items():
+            for key, value in twin.first_call(c, x)[2].items():
                 rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
         return {k: None not in row and row.count(row[0]) == len(row) for k, row in rows.items()}
 
@@ -339,46 +321,54 @@ class Search:
         Raises:
             MisfitError: there is nothing.
         """
-        hint, leaves = self.hints.output, tensor_paths(result)
-        if hint in (None, "all"):
+        leaves = tensor_paths(result)
+        if c.output in (None, "all"):
             held = [] if c.arguments or not is_state(state) else [*map(id, trees.tensors(state))]
             others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
             leaves = others or leaves
             for _, value in trees._by_path(result):
-                if not isinstance(value, (Tensor, Number, str, type(None))):
+                if not isinstance(value, (Tensor, int, float, str, type(None))):
                     raise MisfitError(
                         f"it returns a {type(value).__name__}, which may be the outputs: write the"
                         " call, or name a tensor, tt.carry(module, output=...)"
                     )
         else:
-            keys = hint if isinstance(hint, list) else [hint]
+            keys = c.output if isinstance(c.output, list) else [c.output]
             paths = [key if isinstance(key, tuple) else (key,) for key in keys]
             leaves = [((*p, *key), y) for p in paths for key, y in tensor_paths(item_at(result, p))]
-        orders = (c.order, *ORDERS) if c.call == "chunk" else (TIME_FIRST, LANES_FIRST)
-        sizes = len(x), x.shape[1], c.hints.context
+        orders = (c.order, *ORDERS) if c.unit == "chunk" else (TIME_FIRST, LANES_FIRST)
+        sizes = len(x), x.shape[1], c.context
         fits = [OutputLayout.of(path, y, orders, sizes, x.dim()) for path, y in leaves]
         layouts = [layout for layout in fits if layout is not None]
-        if not layouts or (self.hints.several and None in fits):
+        if not layouts or (c.several and None in fits):
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
                 f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
                 " what is to be the outputs"
             )
-        if hint is not None and layouts[0].path[:1] in zip(c.result):
+        if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
-        return [tuple(layouts)] if self.hints.several else [(layout,) for layout in layouts]
+        return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
 
-    def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention | None:
-        """The convention with the lanes of its state; None where there is nothing to carry.
+    def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention:
+        """The convention with the lanes of its state, which a call with fewer shows.
 
-        Where the lanes are is shown by a call with fewer.
+        Raises:
+            MisfitError: there is no state, or none of lanes.
         """
         if not is_state(state):
-            if not c.is_inside or c.hints.context:
+            if not c.is_inside or c.context:
                 return c
-            is_plain = (c.call, c.order, c.drop) == ("chunk", TIME_FIRST, False)
-            is_stateless = self._is_link and is_plain and isinstance(result, Tensor)
-            return replace(c, scratch=()) if is_stateless else None  # nobody will restore it
+            is_plain = (c.unit, c.order, c.drop) == ("chunk", TIME_FIRST, False)
+            if self._is_link and is_plain and isinstance(result, Tensor):
+                return replace(c, scratch=())  # nobody will restore it
+            raise MisfitError(
+                "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
+                " arguments or attributes: there is nothing to carry, as in attention over steps,"
+                " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
+                " return (y, state). A module that takes the other order of time and batch:"
+                " tt.carry(module, batch_first=True) or False"
+            )
         states = {x.shape[1]: state}
         if x.shape[1] > 1:
             # a module that was made for a number of lanes raises an error
@@ -407,7 +397,7 @@ class Search:
                         return self._note(c, law=law)
             except CALL_ERRORS as error:
                 return self._note(c, 1.5, error)
-        is_stateless = self._is_link and c.is_inside and not c.is_stateful
+        is_stateless = self._is_link and c.is_inside and not (c.lanes.dims or c.context)
         for law in () if is_stateless else live.values():
             if not law.holds:
                 return self._note(c, law=law)
@@ -420,21 +410,24 @@ class Search:
         """
         lanes, is_training = x.shape[1], self.modes.get("", False)
         steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
+        is_second = twin is self.twins[:2][-1]
         names = ["random", *MEASURED, "kept"]
         names += ["long"] * (twin in self.twins[:2] and steps > STEPS)
-        is_second = twin is self.twins[:2][-1]
         names += ["start", "last"] * is_second
         if is_training and twin is not self.twins[0]:
             names.remove("credit")
+        long = twin.inputs(lanes, steps)
         with twin.bound(c) as bound:
-            laboratory = Laboratory(bound, twin.module, x, long=twin.inputs(lanes, steps))
-            yield from laboratory.measure(names)
-            if is_training and is_second:
-                try:
-                    yield from laboratory.measure([*MEASURED, "last"], self.modes)
-                except CALL_ERRORS as error:
-                    text = f"{type(error).__name__}: {error}".split("\n")[0]
-                    yield Law("repeat", math.nan, 0.0, text, training=True)
+            yield from measured(bound, twin.module, x, names, long=long)
+        if not (is_training and is_second):
+            return
+        names, training = [*MEASURED, "last"], self.modes
+        try:
+            with twin.bound(c) as bound:
+                yield from measured(bound, twin.module, x, names, training=training, long=long)
+        except CALL_ERRORS as error:
+            text = f"{type(error).__name__}: {error}".split("\n")[0]
+            yield Law("repeat", math.nan, 0.0, text, training=True)
 
 
 def _own_methods(module: nn.Module) -> list[str]:
@@ -456,13 +449,11 @@ def _together(names: list[str]) -> Iterable[tuple[str, ...]]:
 
 def _state_keys(c: Convention, result: Any) -> list[Path]:
     """The keys of a result that may be the next state, the usual ones first; none for all of it."""
-    count, items = len(c.arguments), dict(items_of(result))
-    if not count or not items:
+    level = trees._level(result)
+    if not c.arguments or level is None:
         return [()]
-    keys = [*items]
+    count, keys = len(c.arguments), [*level[0]]
     last = ([key for key in keys if key in c.arguments] or keys)[-1]
-    choices: list[Path] = [(last,)] if count in (1, len(items_of(items[last]))) else []
-    if isinstance(result, (tuple, list)) and len(keys) > 2:
-        choices.append((*keys[-count if count > 1 else 1 :],))
-    shapes = {getattr(item, "shape", None) for item in items.values()}
-    return [*choices, ()] if isinstance(result, list) or len(shapes) == 1 else choices
+    shapes = {getattr(item, "shape", None) for item in level[1]}
+    is_whole = isinstance(result, list) or len(shapes) == 1
+    return [*dict.fromkeys([(last,), (*keys[-count:],)]), *[()] * is_whole]

@@ -40,10 +40,9 @@ class ConstantRandomness(TorchFunctionMode):
         del types
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name:
-            positional = dict(zip(("input", "p", "training"), args, strict=False))
-            options: dict[str, Any] = {"p": 0.5, "training": True} | positional | kwargs
-            if options["p"] and options.get("train", options["training"]):
-                return options["input"] * 0.75
+            x = (*args, *kwargs.values())[0].clone()
+            y = func(*args, **kwargs)
+            return y if torch.equal(x, y) else x * 0.75
         result = func(*args, **kwargs)
         if name in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             with torch.no_grad():

@@ -21,14 +21,11 @@ from torch.utils._pytree import tree_map
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._calls import Adapter, Hints
+from throughtime.carry._calls import Adapter, Convention, ModuleAdapter
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
-from throughtime.carry._trial import copy_of, guessed_inputs, is_sharded, quiet, random_normal
+from throughtime.carry._trial import guessed_inputs, is_sharded
 from throughtime.carry.layers import (
-    ChainAdapter,
-    UnknownAdapter,
     adapter_for,
     prepared,
 )
@@ -36,6 +33,7 @@ from throughtime.errors import DataError, ModelError, StateError, ThroughtimeErr
 from throughtime.nn import fuse
 from throughtime.state import State
 
+WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
 # By name: importing FullyShardedDataParallel takes longer than all of throughtime.
 WRAPPERS = {
     "DistributedDataParallel": (
@@ -80,9 +78,7 @@ class Carried(nn.Module):
         super().__init__()
         self.module, self.adapter = module, adapter
         self._tried = set[Any]()  # kinds of inputs
-        self.register_state_dict_post_hook(plain_names)
         self.register_load_state_dict_pre_hook(own_names)
-        self.register_load_state_dict_post_hook(report_plain_names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # of functional_call, whose names are those of named_parameters: this would change nothing
@@ -92,6 +88,10 @@ class Carried(nn.Module):
                 f" torch.func.functional_call the names of net.named_parameters(), 'module.{name}'"
             )
         super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        return self.module.state_dict(*args, **kwargs)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """What `torch.distributed.checkpoint` asks: the part of a path that saved names omit."""
@@ -146,26 +146,9 @@ class Carried(nn.Module):
         try:
             self.adapter = prepared(self.adapter, x)
         except MISFIT_ERRORS as error:
-            # an nn.Sequential may be called as its author does
-            is_chain = isinstance(self.adapter, ChainAdapter)
-            if not (is_chain and isinstance(error, ModelError) and self._is_found(x)):
-                self._explain(error, x)
-                raise
+            self._explain(error, x)
+            raise
         self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
-
-    def _is_found(self, x: Tensor) -> bool:
-        """Whether an nn.Sequential can be called as its author does, as any other module."""
-        try:
-            self.adapter = prepared(UnknownAdapter(self.module, Hints()), x)
-        except ModelError:
-            return False
-        return True
-
-    def explain(self) -> str:
-        """How the module is called, what its state is and where that starts."""
-        return self.adapter.explain()
-
-    extra_repr = explain
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""
@@ -260,13 +243,14 @@ class Carried(nn.Module):
             ) from error
         matrix = next((weight for weight in self.module.parameters() if weight.dim() == 2), x)
         own, width = x.shape[-1], matrix.shape[-1]
-        other = random_normal((*x.shape[:-1], width), 0).to(x)
-        if x.is_floating_point() and own != width and self._takes(other):
-            raise DataError(
-                f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}:"
-                f" write inputs of shape (..., {width}), in a stream those of its recordings, or"
-                f" build the net for {own}"
-            ) from error
+        if x.is_floating_point() and own != width:
+            text = (
+                f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}"
+            )
+            if isinstance(error, ModelError):
+                error.add_note(f"throughtime: it may be that {text}")
+            elif not isinstance(self.adapter, ModuleAdapter):  # it was measured with this width
+                raise DataError(f"{text}: write inputs of shape (..., {width})") from error
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
             got = shapes_of(state)
@@ -283,17 +267,22 @@ class Carried(nn.Module):
                 f" tt.predict(..., dtype={weight.dtype}), or convert the module."
             )
 
-    def _takes(self, x: Tensor) -> bool:
-        """Whether a copy of the module can be carried and called with inputs `(T, B, ...)`."""
-        if (twin := copy_of(self.module)) is None:
-            return False
-        net = Carried(twin, adapter_for(twin, self.adapter.hints or Hints()))
-        try:
-            with quiet(x.device):
-                net(x, net.initial_state(x.shape[1], like=x))
-        except Exception:  # noqa: BLE001  # a module may raise anything for what it does not take
-            return False
-        return True
+
+def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Add `module.` to the names of the module; a hook of torch before loading.
+
+    A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
+    `state_dict`, so that a carried net and the plain module load each other. Names that have it
+    already are those of `named_parameters`, or of DistributedDataParallel.
+    """
+    del rest
+    others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    names = [name for name in names if name.partition(".")[0] not in others]
+    expected = net.get_submodule("module").state_dict().keys()
+    is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
+    if not is_wrapped:
+        state_dict.update({prefix + WRAPPED + n: state_dict.pop(prefix + n) for n in names})
 
 
 def pack(y: Any) -> Tensor:
@@ -322,7 +311,6 @@ def carry(
     *,
     inputs: Callable[[Tensor], Any] | None = None,
     output: int | str | tuple[int | str, ...] | list[Any] | None = None,
-    state: str | None = None,
     start: State | Callable[..., State] = None,
     call: Callable[..., Any] | None = None,
     context: int = 0,
@@ -333,10 +321,10 @@ def carry(
 
     Takes a recurrent module as its author wrote it: layers and cells of torch.nn, an
     `nn.Sequential`, a module that maps `(x, state)` to `(y, state)`, one that keeps its state in
-    layers inside, in cells of its own or in attributes, one that takes a single step, one that
-    returns the last output only. How it is called is found by trials at the first inputs, on a copy
-    and on a few steps: a way of calling it is accepted only if it obeys every law of carrying a
-    state (`throughtime.testing.check_carry`). `print(net)` shows the result.
+    layers of torch.nn inside or in attributes, one that takes a single step, one that returns the
+    last output only. How it is called is found by trials at the first inputs, on a copy and on a
+    few steps: a way of calling it is accepted only if it obeys every law of carrying a state
+    (`throughtime.testing.check_carry`).
 
     Args:
         module: shared, not copied.
@@ -347,7 +335,6 @@ def carry(
             them for a tensor in a nested result; a list of these for several outputs, or "all" of
             them but the state. Several are a dict, if their keys are different strings, else a
             tuple; outputs of several types get the widest of them.
-        state: refused with the line to write: `call` says where the state is.
         start: the state before a recording in the module's layout, of all lanes, of one or without
             a dimension for lanes; or a function of the number of lanes, or of the module and that
             number, which returns it.
@@ -377,9 +364,11 @@ def carry(
         >>> y.shape
         torch.Size([5, 2, 8])
     """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_module = isinstance(module, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_module or isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
-            f"tt.carry got {module!r:.200}, expected a torch.nn.Module. Of a class make an object:"
+            f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted. Of a"
+            " class make an object:"
             " tt.carry(Net()). Of a function make the forward of a module: class Net(nn.Module)"
             " with def forward(self, x, state), which returns (y, state)"
         )
@@ -388,17 +377,15 @@ def carry(
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    if state is not None or isinstance(call, str):
-        line = f"m(x, {state}=state)" if state else "m(x, state)"
-        if hasattr(module, str(call)):
-            line = f"m.{call}(x, state)"
+    if isinstance(call, str):
         raise ModelError(
             "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
-            f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state) for"
-            " a step (B, ...) or a chunk (T, B, ...)"
+            f" m.{call}(x, state), start=lambda m, lanes: ...), where call returns (outputs, next"
+            " state) for a step (B, ...) or a chunk (T, B, ...)"
         )
-    hints = Hints(inputs, output, start, call, context, batch_first)
-    net = Carried(module, adapter_for(module, hints))
+    begin = None if start is None else (start,)
+    base = Convention(inputs, output, call, context, batch_first, begin)
+    net = Carried(module, adapter_for(module, base))
     if x is not None:
         net.prepare(x)
     return net

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from throughtime.carry._calls import (
-    Adapter,
-    Hints,
-    ModuleAdapter,
-    layer_adapter,
-)
+from throughtime.carry._calls import Adapter, Convention, LayerAdapter, ModuleAdapter
 from throughtime.carry._inside import RECURRENT
 from throughtime.carry._refusal import bidirectional_error, refusal
 from throughtime.carry._search import Search
@@ -38,9 +33,9 @@ STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity) 
 class UnknownAdapter(Adapter):
     """A module before its first inputs, at which it is measured."""
 
-    def __init__(self, module: nn.Module, hints: Hints) -> None:
+    def __init__(self, module: nn.Module, base: Convention) -> None:
         super().__init__(module)
-        self.hints = hints
+        self.base = base
 
     def initial_state(self, lanes: int) -> State:
         return self.run(lanes)
@@ -54,12 +49,6 @@ class UnknownAdapter(Adapter):
             " fully_shard(net)"
         )
 
-    def explain(self) -> str:
-        return (
-            f"{type(self.module).__name__}: how it is called is found by trials at the first"
-            " inputs; tt.carry(module, x) finds it at once"
-        )
-
 
 class StandardiseAdapter(Adapter):
     """Standardise: what it has counted is its state."""
@@ -71,14 +60,11 @@ class StandardiseAdapter(Adapter):
         del resets
         return self.module(x, state)
 
-    def explain(self) -> str:
-        return f"Standardise: by the first {self.module.steps} steps of each recording"
-
 
 class StatelessAdapter(Adapter):
     """A child of a chain that carries nothing: it runs on all steps at once."""
 
-    hints = Hints(batch_first=False)
+    base = Convention(batch_first=False)
 
     def takes_resets(self) -> bool:
         return True
@@ -92,12 +78,6 @@ class DifferenceAdapter(Adapter):
         self.link = link
         self.initial_state, self.takes_resets = link.initial_state, link.takes_resets
         self.starts_from_zeros, self.leaf_names = link.starts_from_zeros, link.leaf_names
-
-    def explain(self) -> str:
-        columns = self.module.columns.tolist()
-        return f"Difference: outputs are added to the input columns {columns}\n" + (
-            self.link.explain()
-        )
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         changes, after = self.link.run(x, state, resets)
@@ -127,18 +107,6 @@ class ChainAdapter(Adapter):
 
     def leaf_names(self, state: State) -> list[str]:
         return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
-
-    def explain(self) -> str:
-        lines = ["Sequential: each module gets the outputs (T, B, ...) of the one before"]
-        stateless: list[str] = []
-        for name, link in self.links.items():
-            if isinstance(link, StatelessAdapter):
-                stateless.append(repr(name))
-            else:
-                lines += f"'{name}', {link.explain()}".split("\n")
-        if stateless:
-            lines.append(f"no state, one call for each chunk: {', '.join(stateless)}")
-        return "\n  ".join(lines)
 
     def takes_resets(self) -> bool:
         return all(link.takes_resets() for link in self.links.values())
@@ -173,21 +141,20 @@ def link_outputs(
     return y, after
 
 
-def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
+def adapter_for(module: nn.Module, base: Convention, name: str = "") -> Adapter:
     """The adapter of a module before its first inputs."""
-    is_script = isinstance(module, torch.jit.ScriptModule)
-    if hints != Hints(batch_first=hints.batch_first) or is_script:
-        return UnknownAdapter(module, hints)
+    if base != Convention(batch_first=base.batch_first):
+        return UnknownAdapter(module, base)
     # not the forward of a subclass
     home = getattr(type(module).forward, "__module__", None) or ""  # of a class without a file
     if isinstance(module, RECURRENT) and home.startswith(("torch.nn.", "throughtime.nn.")):
         if getattr(module, "bidirectional", False):
             raise bidirectional_error(name or type(module).__name__)
-        return layer_adapter(module)
+        return LayerAdapter(module)
     if type(module) is Standardise:
         return StandardiseAdapter(module)
     if type(module) is Difference:
-        return DifferenceAdapter(module, adapter_for(module.module, hints, name))
+        return DifferenceAdapter(module, adapter_for(module.module, base, name))
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         links: dict[str, Adapter] = {}
         # named_children leaves out the second position of a module
@@ -197,9 +164,9 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
                 and not isinstance(m, (*RECURRENT, Standardise, Difference))
                 for m in child.modules()
             )
-            links[key] = StatelessAdapter(child) if is_stateless else adapter_for(child, hints, key)
+            links[key] = StatelessAdapter(child) if is_stateless else adapter_for(child, base, key)
         return ChainAdapter(module, links)
-    return UnknownAdapter(module, hints)
+    return UnknownAdapter(module, base)
 
 
 def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Adapter:
@@ -219,42 +186,21 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
         return DifferenceAdapter(adapter.module, prepared(adapter.link, x, steps))
     if isinstance(adapter, ChainAdapter):
         return _prepared_chain(adapter, x, steps)
-    if adapter.hints is None or (link and type(adapter.module) in STEPWISE):
+    if adapter.base is None or (link and type(adapter.module) in STEPWISE):
         return adapter
-    _require_measurable(adapter.module, x)
-    search = Search(adapter.module, x, adapter.hints, steps, is_link=bool(link))
+    search = Search(adapter.module, x, adapter.base, steps, is_link=bool(link))
     convention = search.find()
-    before = adapter if isinstance(adapter, ModuleAdapter) else None
     if convention is None or len(search.choices) > 1:
         raise refusal(search, convention, link)
-    if link and not convention.is_stateful:
+    if link and not (convention.lanes.dims or convention.context):
         return StatelessAdapter(adapter.module)
-    if before is not None and before.convention.where == convention.where:
-        return before
-    if before is not None:
-        before.close()
+    if isinstance(adapter, ModuleAdapter):
+        adapter.close()
     after = ModuleAdapter(adapter.module, convention, x)
+    after.base = adapter.base
     if x.shape[1] > 1:
         after.initial_state(x.shape[1])  # refused where it takes one lane
     return after
-
-
-def _require_measurable(module: nn.Module, x: Tensor) -> None:
-    """Refuse modules of which no trial is possible.
-
-    Raises:
-        ModelError: on the meta device, or TorchScript.
-    """
-    if x.is_meta or any(p.is_meta for p in module.parameters()):
-        raise ModelError(
-            f"{type(module).__name__} or its inputs are on the meta device, where nothing can be"
-            " measured: module.to_empty(device=...), load its weights, then carry it"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelError(
-            "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
-            " be set. Carry the module that was scripted: net = tt.carry(module)"
-        )
 
 
 def _prepared_chain(chain: ChainAdapter, x: Tensor, steps: int) -> ChainAdapter:

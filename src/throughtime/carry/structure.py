@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -237,11 +236,7 @@ def require_structure(net: Carried, inputs: Tensor) -> Structure:
     except Exception as error:  # of any kind: a symbol does not have what a tensor has
         if isinstance(error, UnknownError) and error.args:
             raise
-        *_, line = (
-            "code",
-            *(f.line for f in extract_tb(error.__traceback__) if f.filename != __file__),
-        )
-        raise UnknownError(f"`{line}` in {type(net.module).__name__}.forward") from error
+        raise UnknownError(f"the code of {type(net.module).__name__}.forward") from error
 
 
 def layer_states(net: Carried, structure: Structure, state: State) -> list[State]:

@@ -222,8 +222,7 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
         try:
             structure = require_structure(net, inputs)
         except UnknownError as error:
-            # a class that was typed in a prompt has no lines of source
-            raise _refusal(str(error).replace("``", "a line")) from error
+            raise _refusal(str(error)) from error
         translator = _Translator({child: name for name, child in net.module.named_modules()})
         layers = translator.layers(net, structure, net.initial_state(1, like=inputs))
         operations: list[Operation] = []

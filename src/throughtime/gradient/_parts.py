@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
-from throughtime.carry._calls import Adapter, LayerAdapter, layer_adapter
+from throughtime.carry._calls import Adapter, LayerAdapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.layers import ChainAdapter
 from throughtime.carry.structure import Around, Guards, Structure, is_foreign, structure_of
@@ -167,7 +167,7 @@ def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
         z = x if parts.front is None else parts.front(x)
         ends: dict[str, State] = {}
         for name, layer in parts.layers.items():
-            z, ends[name] = layer_adapter(layer).run(z, own[name])
+            z, ends[name] = LayerAdapter(layer).run(z, own[name])
         z = parts.tail(z, x)
         pairs = zip([y, *trees.tensors(after)], [z, *trees.tensors(ends)], strict=True)
         return all(

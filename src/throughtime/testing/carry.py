@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime._device import real_type
-from throughtime.carry._laws import LAWS, Laboratory, Law, difference
+from throughtime.carry._laws import LAWS, Law, difference, measured
 from throughtime.carry._trial import copy_of, guessed_inputs, sample_inputs
 from throughtime.carry.carried import Carried, carry, device_of
 from throughtime.errors import LawError, ModelError
@@ -95,8 +95,8 @@ def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) 
     Raises:
         LawError: one is broken.
     """
-    laboratory = Laboratory(carried.adapter, carried.module, x, chunks, tolerance)
-    laws = [*laboratory.measure(), Law("reset", _check_reset(carried, x), laboratory.tolerance)]
+    laws = [*measured(carried.adapter, carried.module, x, chunks=chunks, tolerance=tolerance)]
+    laws.append(Law("reset", _check_reset(carried, x), laws[0].tolerance))
     causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
     return obeyed(laws, causes | {"reset": RESET_CAUSE})
 
