@@ -196,7 +196,7 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
     audit = run("audit", moved.path, "--horizons", "10", "--steps", "40")
     assert "worst parameter" in audit
     page = moved.report.read_text(encoding="utf-8")
-    assert f"Explicit of nets.py (SHA-256 {load_model(moved.model)[1].sha256})" in page
+    assert f"nets.py:Explicit (SHA-256 {load_model(moved.model)[1].sha256})" in page
     Training.resume(moved.path, updates=40).run()
     copy = moved.path / "nets.py"
     copy.write_text(CODE + "\n# edited\n", encoding="utf-8")
