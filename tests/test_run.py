@@ -186,10 +186,10 @@ def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> None:
-    sources = [
-        SourceRecording("", as_recording({"inputs": np.zeros(n), "name": str(n)}, 0), ())
-        for n in (10, 20, 30)
+    recordings: list[Any] = [
+        as_recording({"inputs": np.zeros(n), "name": str(n)}, 0) for n in (10, 20, 30)
     ]
+    sources = [SourceRecording("", one, ()) for one in recordings]
     several, _ = in_splits(sources, 0.2)
     assert [r.name for r in several["valid"]] == ["30"]
     single, _ = in_splits(sources[2:], 0.2)

@@ -196,7 +196,7 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
     audit = run("audit", moved.path, "--horizons", "10", "--steps", "40")
     assert "worst parameter" in audit
     page = moved.report.read_text(encoding="utf-8")
-    assert f"Explicit of nets.py (SHA-256 {load_model(moved.model)[1].sha256})" in page
+    assert f"nets.py:Explicit (SHA-256 {load_model(moved.model)[1].sha256})" in page
     Training.resume(moved.path, updates=40).run()
     copy = moved.path / "nets.py"
     copy.write_text(CODE + "\n# edited\n", encoding="utf-8")
@@ -239,7 +239,7 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
         ("nets.py:Missing", ConfigError, "nets.py defines no class Missing"),
         ("nets.py:function", ConfigError, "nets.py defines no class function"),
         ("other.py:Net", ConfigError, "no such file"),
-        ("nets.py:Plain", ConfigError, "Plain is no torch.nn.Module"),
+        ("nets.py:Plain", ConfigError, "Plain: is no torch.nn.modules.module.Module"),
         (
             "nets.py:Vocabulary",
             ConfigError,
@@ -252,7 +252,7 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
             "returns (5, 1, 64) for 5 steps of 1 lane, expected (5, 1,",
         ),
         ("nets.py:Weightless", ConfigError, "has no weights, so there is nothing to train"),
-        ("nets.py:Backwards", ModelError, "the state of Backwards of nets.py cannot be carried"),
+        ("nets.py:Backwards", ModelError, "the state of nets.py:Backwards cannot be carried"),
         (
             "lstn",
             ConfigError,
@@ -276,11 +276,11 @@ def test_a_module_that_cannot_be_trained_is_refused_with_what_to_change(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": "{code}:Hidden", "layers": 3}, "takes no layers; leave --layers out"),
-        ({"model": "{code}:Weightless", "hidden": 8}, "takes no hidden; leave --hidden out"),
+        ({"model": "{code}:Hidden", "layers": 3}, "constructor names no layers, which"),
+        ({"model": "{code}:Weightless", "hidden": 8}, "constructor names no hidden, which"),
         (
             {"loss": "{code}:Unweighted", "class_weights": "balanced"},
-            "takes no weight; leave --class-weights out",
+            "constructor names no weight, which",
         ),
     ],
 )

@@ -174,10 +174,10 @@ def test_the_loss_of_numbers_is_that_of_the_settings(tmp_path: Path) -> None:
             "fails with TypeError: Needy.__init__() missing 1 required positional argument: 'temp",
         ),
         ({"loss": "{file}:Nowhere"}, "mine.py defines no class Nowhere"),
-        ({"optimizer": "{file}:Plain"}, "Plain is no torch.optim.Optimizer; write class Plain(opt"),
+        ({"optimizer": "{file}:Plain"}, "Plain: is no torch.optim.optimizer.Opt"),
         (
             {"optimizer": "{file}:Still", "weight_decay": 0.9},
-            "takes no weight_decay; leave --weight-",
+            "constructor names no weight_decay, which",
         ),
         ({"optimizer": "gone.py:Signs"}, "--optimizer gone.py:Signs: no such file gone.py"),
     ],

@@ -111,12 +111,16 @@ class ClassReference:
             ConfigError: no such class, none of the base, or one whose constructor needs more, takes
                 less than it must, or fails.
         """
+        from torch.nn import Module
+
         kind = self.load()
         if not issubclass(kind, base):
             name = f"{base.__module__}.{base.__name__}"
             raise ConfigError(f"{self.written}: is no {name}; make the class a subclass of it")
         parameters = inspect.signature(kind).parameters
-        offered = {name: value for name, value in offered.items() if name in parameters}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_all or kind.__init__ is Module.__init__:
+            offered = {name: value for name, value in offered.items() if name in parameters}
         for name in needed:
             if name not in offered:
                 raise ConfigError(
