@@ -191,7 +191,7 @@ class LaneLayout:
         return self._moved(state, LaneDim.to_module)
 
     def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
-        if all(dim == (0, 1) for dim in self.dims):
+        if {*self.dims} <= {(0, 1)}:
             return state
         dims = iter(self.dims)
         return trees.map_tensors(lambda leaf: move(next(dims), leaf), state)
