@@ -8,15 +8,17 @@
   rollout, 10 epochs, an LSTM of 64; two agents of one seed, one with `fuse(model.policy)`. A turn
   is one rollout and its training. Their weights are compared after the first turn: later, rounding
   has changed an action.
-- TorchRL: forward and backward pass of `LSTMModule` and `GRUModule` (backend "pad", the default on
-  a CPU) and of ours. Shapes are those of TorchRL's own bench_gru_reset_backends.py that fit two
-  cores: 64 inputs, 256 units, 128 rows of 16 and 64 steps, resets at .01 and .1 of the steps; and
-  those of small agents: 16 rows of 128 steps, 64 units.
+- TorchRL: `LSTMModule` and `GRUModule` (backend "pad", the default on a CPU) and ours. Forward pass
+  in inference mode, as in TorchRL's own benchmarks, in their shapes that fit two cores: those of
+  test_rnn_reset_backends_benchmark.py, 32 inputs, 512 units, 256 rows of 128 steps, resets at .03
+  of the steps; and of bench_gru_reset_backends.py, 64 inputs, 256 units, 128 rows of 16, 64 and 256
+  steps, resets at .01 and .1. Forward and backward pass: 128 rows of 16 and 64 steps, and a small
+  agent of 64 units, 16 rows of 128 steps.
 - CleanRL's loop: one call of `nn.LSTM` for each step, states multiplied by `1 - done`, as in its
   single-file agents, beside one call of `tt.nn.LSTM` with resets; 8 environments of 128 steps.
 
 Both sides compute the same numbers to 1e-5, which is checked first. They take turns in one process;
-reported are medians and quartiles of the ratio of each turn, on one thread. About 2 minutes.
+reported are medians and quartiles of the ratio of each turn, on one thread. About 5 minutes.
 
 `--returns` trains RecurrentPPO for 20,480 steps from so many seeds, with and without `fuse`, and
 prints the mean return of the last 100 episodes of each. About 1.5 minutes a seed.
@@ -49,8 +51,9 @@ import throughtime as tt
 from throughtime.integrations import rl
 
 RESULTS = Path(__file__).parent / "results" / "rl.json"
-SHAPES = [(128, 16, 64, 256), (128, 64, 64, 256), (16, 128, 4, 64)]  # rows, steps, inputs, units
 SHARES = (0.01, 0.1)  # of steps at which an episode starts
+SHAPES = [(128, 16, 64, 256), (128, 64, 64, 256), (16, 128, 4, 64)]  # rows, steps, inputs, units
+FORWARD = [(256, 128, 32, 512), (128, 16, 64, 256), (128, 64, 64, 256), (128, 256, 64, 256)]
 Side = Callable[[], list[Tensor]]
 
 
@@ -137,8 +140,10 @@ def learning(rounds: int) -> dict[str, float]:
     return summary([(turn(agents[0]), turn(agents[1])) for _ in range(rounds)]) | {"apart": apart}
 
 
-def module_sides(name: str, shape: tuple[int, ...], share: float) -> tuple[Side, Side]:
-    """TorchRL's module and ours, of equal weights, on one rollout."""
+def module_sides(
+    name: str, shape: tuple[int, ...], share: float, *, forward: bool
+) -> tuple[Side, Side]:
+    """TorchRL's module and ours, of equal weights, on one rollout; `forward`: no backward pass."""
     rows, steps, inputs, units = shape
     torch.manual_seed(0)
     x, starts = torch.randn(rows, steps, inputs), torch.rand(rows, steps, 1) < share
@@ -158,7 +163,10 @@ def module_sides(name: str, shape: tuple[int, ...], share: float) -> tuple[Side,
 
         def run() -> list[Tensor]:
             module.zero_grad()
-            y = module(data.copy())["y"]
+            with torch.inference_mode(forward):
+                y = module(data.copy())["y"]
+            if forward:
+                return [y]
             y.square().mean().backward()
             return [y.detach(), *(p.grad for p in module.parameters())]
 
@@ -198,11 +206,12 @@ def loop_sides(share: float) -> tuple[Side, Side]:
 def measure(rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {"sb3-contrib: RecurrentPPO.learn": learning(rounds)}
     for name in ("LSTMModule", "GRUModule"):
-        for shape in SHAPES:
-            for share in SHARES:
-                rows, steps, _, units = shape
+        for shape, forward in [*((s, True) for s in FORWARD), *((s, False) for s in SHAPES)]:
+            rows, steps, _, units = shape
+            for share in (0.03,) if units == 512 else SHARES:
                 title = f"TorchRL: {name}, {rows} x {steps} steps, {units} units, {share:.0%}"
-                results[title] = compared(*module_sides(name, shape, share), rounds)
+                sides = module_sides(name, shape, share, forward=forward)
+                results[title + ", forward" * forward] = compared(*sides, rounds)
     for share in SHARES:
         title = f"CleanRL's loop: LSTM, 8 x 128 steps, 128 units, {share:.0%}"
         results[title] = compared(*loop_sides(share), rounds)

@@ -109,6 +109,9 @@ def test_table_decides_by_level_cell_type_units_and_lanes(monkeypatch: pytest.Mo
         "projected": which(layer=tt.nn.LSTM(4, 6, proj_size=2)),
     }
     assert all(words.startswith("fused") for words in others.values()), others
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.LSTM, "forward", None)  # one call for each reset would not be faster
+        tt.nn.LSTM(4, 6)(X, resets=torch.zeros(X.shape[:2], dtype=torch.bool))
     dispatch.static_backend.cache_clear()
     monkeypatch.setattr(dispatch, "level", lambda: "another")
     assert which() == "fused (another), float32"

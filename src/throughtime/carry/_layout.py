@@ -183,6 +183,8 @@ class LaneLayout:
         return self._moved(state, LaneDim.to_module)
 
     def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
+        if {*self.dims} <= {(0, 1)}:
+            return state
         dims = iter(self.dims)  # a state of more tensors is the module's to refuse
         return trees.map_tensors(lambda leaf: move(next(dims, LaneDim(0)), leaf), state)
 

@@ -591,7 +591,7 @@ class Executor:
         On an accelerator the gradient is set to zero there instead, and the flag is read before the
         next update: the host never waits for what it has just asked for.
         """
-        grads = {n: w.grad for n, w in weights.items() if w.grad is not None and w.grad.numel()}
+        grads = {n: g for n, w in weights.items() if (g := w.grad) is not None and g.numel()}
         tensors = [loss, *grads.values()]
         if loss.is_cpu and all(map(cmath.isfinite, [t.sum().item() for t in tensors])):
             return

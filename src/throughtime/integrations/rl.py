@@ -105,7 +105,8 @@ def __getattr__(name: str) -> Any:
 def _run_rollout(module: Any, layer: nn.RNNBase, tensordict: Any) -> Any:
     """TorchRL's recurrent mode: steps come last in the batch, states `(..., T, L, H)`.
 
-    Of the states after a step the last one alone is known, as there; others are zero.
+    Of the states after a step the last one alone is known, others are zero. TorchRL also has those
+    after the last step of each episode.
 
     Raises:
         ModelError: a state other than zero is stored where an episode starts.

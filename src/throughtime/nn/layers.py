@@ -80,7 +80,7 @@ class Recurrent(nn.RNNBase):
         if resets is not None:
             _check_resets(inputs, resets)
         weights = layer_weights(self)
-        backend = self._backend(inputs, hx, weights).name
+        backend = self._backend(inputs, hx, weights, resets).name
         run = recurrent.run if backend == "fused" else _run_reference
         if backend == "torch.nn" and (
             resets is None  # or calls of torch.nn can be split at them
@@ -114,7 +114,9 @@ class Recurrent(nn.RNNBase):
             inputs, hx = _to_float32((inputs, hx))
         return run_layers(self, run, inputs, hx, resets, weights)
 
-    def _backend(self, inputs: Any, hx: Any, weights: Sequence[Weights]) -> Backend:
+    def _backend(
+        self, inputs: Any, hx: Any, weights: Sequence[Weights], resets: Any = None
+    ) -> Backend:
         if not isinstance(inputs, Tensor):
             if isinstance(inputs, PackedSequence):
                 return Backend(
@@ -135,7 +137,7 @@ class Recurrent(nn.RNNBase):
         return choose(
             BY_MODE[self.mode],
             self.hidden_size,
-            self.proj_size > 0,
+            self.proj_size > 0 or resets is not None,
             inputs,
             lanes,
             weights[0] if len(weights) == 1 else chain(*weights),
@@ -262,6 +264,7 @@ def backend(layer: nn.Module, input: Any, hx: Any = None) -> Backend:  # noqa: A
         hx: the second one.
 
     Returns:
+        What runs without resets: with them, the kernel also does where torch.nn is faster.
         `name` is "fused" (the compiled kernel), "torch.nn" or "reference" (plain PyTorch step by
         step, under transforms of `torch.func`). `reason` explains it. `str` gives both.
 
@@ -438,20 +441,11 @@ def _check_resets(inputs: Any, resets: Any) -> None:
             " sequence starts from its own state already. Pad the sequences, and pass resets where"
             " a lane starts another recording"
         )
-    shape, device = inputs.shape[:-1], inputs.device
-    if (
-        not isinstance(resets, Tensor)
-        or resets.dtype is not torch.bool
-        or resets.shape != shape
-        or resets.device != device
-    ):
-        got = (
-            f"{tuple(resets.shape)} {resets.dtype} on {resets.device}"
-            if isinstance(resets, Tensor)
-            else type(resets).__name__
-        )
+    expected = [inputs.shape[:-1], torch.bool, inputs.device]
+    got = [getattr(resets, name, None) for name in ("shape", "dtype", "device")]
+    if got != expected:
         raise DataError(
-            f"resets are {got}, expected {tuple(shape)} torch.bool on {device}: one flag for each"
+            f"resets are a {type(resets).__name__} of {got}, expected {expected}: one flag for each"
             " step and lane, in the order of the inputs; write resets.bool(), and"
             " resets.transpose(0, 1) if only the order differs"
         )
