@@ -22,7 +22,6 @@ import throughtime as tt
 from policy_data import PolicyData, allocated, big, exact_updates
 from quick import examples
 from strategies import (
-    FEATURES,
     HIDDEN,
     HidesLayer,
     Rotation,
@@ -33,35 +32,16 @@ from strategies import (
     inputs,
     lawless,
     named,
-    recordings,
     remembering,
-    start,
-    states_apart,
 )
 from throughtime import _device
 from throughtime.carry import Carried
 from throughtime.errors import ModelError
-from throughtime.gradient import Update, segment
-from throughtime.gradient.segment import MOST_BYTES, TRIAL_STEPS, automatic_chunk
+from throughtime.gradient import segment
+from throughtime.gradient.segment import MOST_BYTES, automatic_chunk
 
 EXACT = 1e-10
 chunks = st.sampled_from([1, 2, 3, 7, 13, 29, 50, None])  # None: automatic
-
-
-def test_update_says_what_was_run() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, masked=0.3)
-    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    y, end = net(data.x, start(net, data.x), data.resets)
-    assert (update.steps, update.chunk.steps, update.chunk.valid_steps) == (
-        int(data.mask.sum()),
-        3,
-        int(data.mask[20:].sum()),
-    )
-    assert (update.outputs - y[20:]).abs().max() < EXACT
-    assert update.weight == update.steps
-    assert states_apart(update.state, end) < EXACT
-    whole = next(iter(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=500))))
-    assert whole.outputs.shape == y.shape
 
 
 class NoisyState(Rotation):
@@ -69,20 +49,6 @@ class NoisyState(Rotation):
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.play(x + 0.3 * torch.randn_like(x), self.zeros(x) if state is None else state)
-
-
-class Normalised(nn.Module):
-    """Normalises what enters by the statistics of the chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.head = nn.Linear(HIDDEN, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.gru(self.norm(x.flatten(0, 1)).view_as(x))
-        return self.head(hidden)
 
 
 class Counted(Rotation):
@@ -101,7 +67,6 @@ class Counted(Rotation):
 CHANGING: dict[str, Callable[[], nn.Module]] = {
     "dropout on outputs": lambda: HidesLayer(dropout=0.4),
     "noise on the state": NoisyState,
-    "batch norm": Normalised,
     "counter in a buffer": Counted,
 }
 
@@ -232,52 +197,6 @@ def test_clipping_under_a_scaler_is_that_without_one() -> None:
     assert apart(found[2], found[0]) > 1e-6
 
 
-def held_in_autocast(net: Carried, data: PolicyData, chunk: int) -> tuple[Weights, Any]:
-    """Forward pass and losses under autocast, each chunk with casts of its own.
-
-    The backward pass outside, as torch recommends.
-    """
-    torch.manual_seed(11)
-    state, losses = start(net, data.x), list[Tensor]()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for x, resets, targets, mask in zip(
-            *(part.split(chunk) for part in (data.x, data.resets, data.targets, data.mask)),
-            strict=True,
-        ):
-            torch.clear_autocast_cache()
-            y, state = net(x, state, resets)
-            losses.append(
-                nn.functional.mse_loss(y[mask], targets[mask])
-                * (int(mask.sum()) / int(data.mask.sum()))
-            )
-    torch.stack(losses).sum().backward()
-    return gradients(net), state
-
-
-def in_autocast(
-    net: Carried, data: PolicyData, dtype: torch.dtype | None = torch.bfloat16
-) -> tuple[Weights, Update]:
-    torch.manual_seed(11)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    return gradients(net), update
-
-
-def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast() -> None:
-    name = "dropout on outputs"
-    data = together(PolicyData.draw(29, 2, 0, 0.05, 0.3))
-    data = PolicyData(data.x.float(), data.targets.float(), data.resets, data.mask)
-    expected, state = held_in_autocast(changing(name, torch.float32), data, 5)
-    results, update = in_autocast(changing(name, torch.float32), data)
-    assert apart(results, expected) < 1e-7
-    assert states_apart(update.state, state) == 0
-    assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
-    assert update.outputs.dtype == torch.bfloat16
-    assert (
-        apart(in_autocast(changing(name, torch.float32), data, None)[0], expected) > 1e-4
-    )  # the same without autocast
-
-
 @given(steps=st.integers(1, 10**8), size=st.floats(1, 1e9))
 def test_automatic_length(steps: int, size: float) -> None:
     """A thousand steps or more, in even segments whose graphs fit."""
@@ -304,13 +223,3 @@ def test_peak_stays_near_the_memory_of_one_segment(monkeypatch: pytest.MonkeyPat
 
     assert 5e5 < peak(1e6) < 4e6
     assert peak(1e9) > 4e6  # the mutant: one graph of all steps
-
-
-def test_a_trial_is_made_once() -> None:
-    net = named("lstm").net()
-    stream = tt.Stream(recordings([40, 30, 50], outputs=4), 1, 8)
-    net.prepare(torch.zeros(1, 1, 3, dtype=torch.float64))
-    calls = list[int]()
-    net.module.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
-    assert len(list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Exact()))) == 3
-    assert sorted(calls) == sorted([TRIAL_STEPS, 30, 40, 50])

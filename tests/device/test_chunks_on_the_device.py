@@ -1,20 +1,12 @@
 """Chunks on a device: metadata on the host, sent when it is read; the next block sent ahead."""
 
-import gc
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from mock_device import DEVICE, counted
-from torch import Tensor, nn
+from torch import nn
 
 import throughtime as tt
-from strategies import without_resets
-from throughtime._metadata import ChunkMetadata
-from throughtime.chunk import Chunk, join
-from throughtime.gradient.objective import Objective
+from throughtime.chunk import Chunk
 from throughtime.updates import Updates
 
 CPU = torch.device("cpu")
@@ -84,19 +76,6 @@ def test_a_call_with_the_resets_of_a_chunk_reads_nothing(fused: bool) -> None:
     torch.testing.assert_close(y.cpu(), expected)
 
 
-def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> None:
-    weights: list[list[float]] = []
-    for device in (CPU, DEVICE):
-        chunk = chunks(device)[0]
-        assert chunk.targets is not None
-        chunk.targets[2:5] = -100  # as a loop does that leaves out steps by itself
-        masked = without_resets(chunk)
-        seen = [chunk, chunk[1:4], join([chunk[:3], masked[3:]]), masked]
-        weights.append([Objective(nn.CrossEntropyLoss()).weight(c) for c in seen])
-    assert weights[1] == weights[0]
-    assert weights[0][0] < chunks(CPU)[0].valid_steps
-
-
 def loop(device: torch.device) -> tuple[tt.Stream, Updates]:
     """Every chunk is a block of its own."""
     torch.manual_seed(0)
@@ -109,21 +88,6 @@ def loop(device: torch.device) -> tuple[tt.Stream, Updates]:
     return stream, tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(60))
 
 
-def test_a_window_releases_the_blocks_that_it_has_left() -> None:
-    """Joined metadata refer to the blocks of their own steps, never to earlier windows."""
-    torch.manual_seed(0)
-    data = [{"inputs": torch.randn(n, 2), "targets": torch.randn(n, 1)} for n in [70, 330] * 160]
-    net = tt.carry(nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 1))).to(DEVICE)
-    stream = tt.Stream(data, lanes=160, chunk=25)
-    policy = tt.Truncated(25, horizon=60)
-    alive: list[int] = []
-    for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy):
-        gc.collect()
-        alive.append(sum(isinstance(thing, ChunkMetadata) for thing in gc.get_objects()))
-    assert len(alive) == 16
-    assert max(alive[8:]) <= alive[6] + 1
-
-
 def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> None:
     _, updates = loop(DEVICE)
     next(updates)
@@ -134,50 +98,3 @@ def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> N
         next(updates)
     assert counts.to_device == 3  # inputs, targets, weight
     assert counts.blocking == 0
-
-
-def test_copies_ahead_have_a_queue_of_their_own_where_the_backend_has_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Copied beside the computations, waited for by the device before the block is used."""
-    events: list[str] = []
-    inside: list[object] = []
-
-    @contextmanager
-    def stream(_: object) -> Any:
-        inside.append(1)
-        events.append("begin")
-        yield
-        events.append("end")
-        inside.pop()
-
-    def wait_stream(_: object) -> None:
-        events.append("wait")
-
-    current = SimpleNamespace(wait_stream=wait_stream)
-    backend: Any = torch.mock  # pyright: ignore[reportAttributeAccessIssue]
-    for name, value in (
-        ("Stream", lambda device: SimpleNamespace(device=device)),
-        ("stream", stream),
-        ("current_stream", lambda _: current),
-    ):
-        monkeypatch.setattr(backend, name, value, raising=False)
-    recorded: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self))
-    plain = Tensor.to
-
-    def to(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        result = plain(self, *arguments, **options)
-        if self.is_cpu and not result.is_cpu and len(self) == 60:
-            events.append("copy" if inside else "copy in line")
-        return result
-
-    monkeypatch.setattr(Tensor, "to", to)
-    _, updates = loop(DEVICE)
-    next(updates)
-    events.clear()
-    update = next(updates)
-    assert events == ["begin", "copy", "copy", "copy", "end", "wait"]
-    chunk = update.chunk
-    tensors = (chunk._inputs, chunk._targets, chunk._series["weight"])
-    assert [a is b for a, b in zip(recorded, tensors, strict=True)] == [True] * 3
