@@ -621,6 +621,7 @@ def test_what_is_in_the_way_of_a_chain_is_named(
 
 
 def test_numbers_of_lanes_are_whole_and_those_of_the_session(gru: Any) -> None:
+    wrong: Any
     for wrong in (2, [0.5], [True, False]):
         with pytest.raises(ValueError, match="the session has lanes 0 to 1"):
             tt.deploy.Session(gru[1], lanes=2).reset(wrong)

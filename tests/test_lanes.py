@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import draw_lanes, lengths_of_recordings, seeds
-from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut, cut_equal_parts
+from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
@@ -133,23 +133,6 @@ def test_ranks_play_every_step_once_in_order(
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
     check_ranks(tables, lengths, -(-tables[0].steps // part_count))
-
-
-@given(lengths=long_lengths, wish=st.integers(1, 40))
-def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
-    lengths: list[int], wish: int
-) -> None:
-    """No lane idles before it hands its state on, and the first is as short as possible."""
-    lanes = max(len(lengths), draw_lanes(lengths, wish))
-    spans = cut_equal_parts(lengths, lanes)
-    longest = max(map(len, spans))
-    assert len(spans) <= lanes
-    for i, length in enumerate(lengths):
-        mine = [span for span in spans if span.recording == i]
-        assert [span.start for span in mine] == [0, *[span.stop for span in mine[:-1]]]
-        assert mine[-1].stop == length
-        assert all(len(span) == longest for span in mine[:-1])
-    assert longest == 1 or sum(-(-length // (longest - 1)) for length in lengths) > lanes
 
 
 @given(

@@ -123,7 +123,7 @@ def test_classes_may_be_given_by_their_number() -> None:
     assert metric.compute().keys() == {"accuracy", "macro_f1", "f1[0]", "f1[1]"}
     for wrong in (0, "ab"):
         with pytest.raises(ConfigError):
-            Classification(wrong)  # type: ignore[arg-type]
+            Classification(wrong)
 
 
 def test_labels_are_scored_each_by_itself() -> None:

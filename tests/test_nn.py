@@ -216,17 +216,6 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
 
 
 @every_layer
-def test_packed_sequences_are_torch_s(name: str) -> None:
-    plain, fused = twin_layers(name, 4, 6, num_layers=2)
-    packed = rnn.pack_padded_sequence(
-        torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False
-    )
-    (y, end), (expected, last) = fused(packed), plain(packed)
-    assert max_difference([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
-    assert "packed" in tt.nn.backend(fused, packed).reason
-
-
-@every_layer
 def test_weights_put_in_from_outside_are_used(name: str) -> None:
     """Parametrizations, pruning: weights that are not plain parameters."""
     layers = twin_layers(name, 4, 6, dtype=torch.float64)
