@@ -1,13 +1,30 @@
 """The loop of updates that adapters must equal, written out."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.gradient import Policy
+from throughtime.chunk import Source
+from throughtime.gradient import Policy, Probe, Progress, Window
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A stride that grows by one step with every update, from epoch to epoch."""
+
+    first: int
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        del probe
+        updates = at.memory or 0
+        steps = source.remaining(self.first + updates)
+        stop = at.step + steps
+        window = Window(at.step, at.step, at.step, stop, stop) if steps else None
+        return window, updates + (window is not None)
 
 
 def plain_loop(

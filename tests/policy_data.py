@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 import throughtime as tt
 from strategies import (
-    FEATURES,
-    HIDDEN,
     Weights,
     apart,
     gradients,
@@ -187,27 +185,6 @@ def deviation(a: UpdateGrads, b: UpdateGrads) -> float:
         (max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)),
         default=0.0,
     )
-
-
-class Complex(nn.Module):
-    """A linear recurrent unit: a complex state that rotates; real weights and outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(FEATURES, HIDDEN)
-        self.angle = nn.Parameter(torch.linspace(0.1, 3, HIDDEN))
-        self.read = nn.Linear(HIDDEN, 2)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        turn = torch.polar(torch.ones_like(self.angle), self.angle)
-        h, hidden = (
-            (torch.zeros(x.shape[1], HIDDEN, dtype=turn.dtype) if state is None else state),
-            list[Tensor](),
-        )
-        for step in self.into(x).unbind(0):
-            h = h * turn + step
-            hidden.append(h.real)
-        return self.read(torch.stack(hidden)), h
 
 
 def big(make: Callable[[], nn.Module], steps: int, lanes: int = 4) -> tuple[Carried, Chunk]:

@@ -1,7 +1,6 @@
 """Six kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,30 +66,6 @@ class LearnedStart(nn.Module):
             h = torch.tanh(self.inside(h) + step)
             outputs.append(h)
         return self.head(torch.stack(outputs)), {"h": h}
-
-
-class Attribute(nn.Module):
-    """A layer inside whose state the module keeps in an attribute."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, UNITS, batch_first=True)
-        self.head = nn.Linear(UNITS, classes)
-        self.hidden: Any = None
-
-    def start(self, lanes: int) -> State:
-        return tuple(zeros(1, lanes, UNITS) for _ in range(2))
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, after = self.lstm(x.unsqueeze(1), state)
-        return self.head(y.squeeze(1)), after
-
-    def reset_hidden(self, batch_size: int) -> None:
-        self.hidden = self.start(batch_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, self.hidden = self.lstm(x, self.hidden)
-        return self.head(y)
 
 
 class Explicit(nn.Module):
@@ -161,7 +136,7 @@ def build(kind: str, classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
         case "start":
             module = LearnedStart(classes)
         case "state":
-            module = Explicit(classes) if variant % 2 else Attribute(classes)
+            module = Explicit(classes)
         case "rotation":
             module = Rotation(classes)
         case _:

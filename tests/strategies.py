@@ -104,12 +104,6 @@ class DataclassState(Rotation):
         return y, Memory(h, sums[-1])
 
 
-class ListState(Rotation):
-    def forward(self, x: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        y, h = self.play(x, self.zeros(x) if state is None else state[0])
-        return y, [h]
-
-
 class LearntStart(Rotation):
     """Its recordings start from a parameter."""
 
@@ -258,8 +252,6 @@ NETS = (
     Row("tensor-state", TensorState),
     Row("dict-state", DictState),
     Row("namedtuple-state", NamedTupleState),
-    Row("dataclass-state", DataclassState),
-    Row("list-state", ListState),
     Row("learnt-start", LearntStart),
 )
 every_net = pytest.mark.parametrize("row", NETS, ids=lambda row: row.name)

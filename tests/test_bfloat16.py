@@ -42,10 +42,10 @@ needs_products = pytest.mark.skipif(
     not ROUNDS, reason="the instruction set that runs has no products in bfloat16"
 )
 SHORT = [
-    *((1, 1, 1, 1), (1, 8, 5, 7), (2, 3, 5, 7), (3, 1, 16, 5), (5, 3, 2, 1)),
+    *((1, 1, 1, 1), (2, 3, 5, 7), (5, 3, 2, 1)),
     *((1, 9, 40, 64), (2, 17, 3, 50)),  # in whole vectors and tiles, and a rest
 ]
-PROJECTED = [((1, 1, 1, 2), 1), ((2, 1, 5, 7), 3), ((1, 8, 3, 33), 32)]
+PROJECTED = [((2, 1, 5, 7), 3), ((1, 8, 3, 33), 32)]
 resets_or_none = pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
 DRAWS = 12
 
@@ -144,10 +144,6 @@ def test_short_passes_are_those_of_the_definition(
     assert (distances(other, right) / allowed).amax() > 3
 
 
-def nearest(t: Tensor) -> Tensor:
-    return t.bfloat16().to(t.dtype)
-
-
 def edges() -> Tensor:
     """Numbers in the middle of two bfloat16s, and right beside it, of both signs."""
     middle = (1 + (2 * torch.arange(128) + 1) * 2.0**-8).float()
@@ -206,47 +202,3 @@ def test_backward_takes_the_products_of_the_forward_pass(cell: Cell) -> None:
             for a, b in zip([*results, *loss_grads(results, leaves)], plain, strict=True)
         )
     assert (max_difference(actual[0], plain[len(results) :]) > 1e-4) == ROUNDS
-
-
-@every_cell
-def test_gradients_of_gradients_are_those_of_the_definition(cell: Cell) -> None:
-    data = draw(cell, 4, 2, 3, 7, often=0.3).to(torch.float32)
-    actual = list[list[Tensor]]()
-    for run in (fused, expected_run, reference.run):
-        leaves = [t for t in data.leaves() if t is not None]
-        present = [k for k, t in enumerate(data.tensors) if t is not None]
-        filled = dict(zip(present, leaves, strict=True))
-        y, *_ = data.run(run, [filled.get(k) for k in range(len(data.tensors))])
-        first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(torch.stack([(g * g).sum() for g in first]).sum(), leaves)
-        actual.append([*first, *second])
-    assert max_difference(actual[0], actual[1]) < (
-        0.02 if ROUNDS else 1e-5
-    )  # what is loss_grads for the kernel's y may round otherwise here and there
-    assert (max_difference(actual[2], actual[1]) > 1e-3) == ROUNDS
-
-
-def test_derivatives_of_a_rounded_product_are_right() -> None:
-    """Of any order and both ways, where rounding to the type that the numbers have changes none."""
-
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        return reference._linear(x, w, None, torch.float64)
-
-    x, w = (
-        torch.randn(3, 2, 5, dtype=torch.float64).requires_grad_(),
-        torch.randn(4, 5, dtype=torch.float64).requires_grad_(),
-    )
-    assert torch.autograd.gradcheck(product, (x, w), check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(product, (x, w))
-
-
-def test_a_rounding_lets_gradients_through_and_rounds_them_in_products() -> None:
-    x, w, dy = (
-        torch.randn(size, dtype=torch.float64).float().double() for size in ((3, 5), (4, 5), (3, 4))
-    )
-    x.requires_grad_()
-    w.requires_grad_()
-    y = reference._linear(x, w, None, torch.bfloat16)
-    assert torch.equal(y, nearest(x) @ nearest(w).T)
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    assert max_difference([dx, dw], [nearest(dy) @ nearest(w), nearest(dy).T @ nearest(x)]) < 1e-15

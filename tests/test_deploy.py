@@ -15,7 +15,6 @@ import pytest
 import torch
 from benchmarks.wasm import WASM_FLAGS, wasm_compiler
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import throughtime as tt
 from plugin_players import play_nam, play_rtneural
@@ -28,7 +27,7 @@ from throughtime.deploy.session import FORMAT
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.nn.affine import Affine
 
-STEPS = 1_000
+STEPS = 400
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 needs_wasm = pytest.mark.skipif(
     wasm_compiler() is None, reason="needs clang with wasm-ld, or the package ziglang"
@@ -37,10 +36,8 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "lstm": lambda: nn.LSTM(3, 8),
     "lstm two": lambda: nn.LSTM(3, 8, 2),
-    "lstm bare": lambda: nn.LSTM(3, 8, bias=False),
     "gru": lambda: tt.nn.GRU(3, 8),
     "gru two": lambda: tt.nn.GRU(3, 8, 2),
-    "gru bare": lambda: tt.nn.GRU(3, 8, bias=False),
     "rnn": lambda: nn.RNN(3, 8),
     "relu bare": lambda: nn.RNN(3, 8, bias=False, nonlinearity="relu"),
 }
@@ -57,17 +54,6 @@ class Sigmoids(nn.Module):
     def forward(self, x: Tensor, state: Any = None) -> Any:
         y, state = self.encoder(x, state)
         return torch.sigmoid(self.readout(y)), state
-
-
-class Internal(nn.Module):
-    """The state stays in the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.readout = nn.GRU(3, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.readout(torch.tanh(self.layer(x)[0]))
 
 
 class LearnedStart(nn.Module):
@@ -153,21 +139,9 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {
     "words": words,
     "normalised": normalised,
     "class": Sigmoids,
-    "internal": Internal,
     "learned start": LearnedStart,
     "bare layer": lambda: tt.nn.LSTM(3, 8),
 }
-
-
-class LastOutput(nn.Module):
-    """The head on the last step alone, as most tutorials write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
 
 
 class Squeezed(nn.Module):
@@ -184,10 +158,7 @@ class Squeezed(nn.Module):
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "cells": Cells,
-    "last output": LastOutput,
     "squeezed": Squeezed,
-    "gelu": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.GELU(), nn.Linear(8, 2)),
-    "bare cell": lambda: nn.GRUCell(3, 5),
 }
 
 
@@ -230,7 +201,7 @@ def close(got: Any, expected: Tensor) -> bool:
 OPERATIONS = (
     *("lstm two", "relu bare", "standardised", "between", "words", "learned start", "normalised"),
 )
-READ = ("gru", "class", "internal", "bare layer")  # in ways that no template sees
+READ = ("class", "bare layer")  # in ways that no template sees
 
 
 @pytest.mark.parametrize(
@@ -249,25 +220,12 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in ("cells", "squeezed") else pytest.mark.slow) for n in OTHERS],
-)
+@pytest.mark.parametrize("name", ["cells", "squeezed"])
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
     net, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
     assert written.verification is not None
     assert written.verification.error < 1e-5
     assert all(module.training for module in net.modules())
-
-
-@pytest.mark.slow
-def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_path: Path) -> None:
-    _, chain = exported(tmp_path, lambda: CHAINS["lstm"]().double(), "chain.onnx")
-    assert chain.verification is not None
-    assert chain.verification.error < 1e-6
-    _, other = exported(tmp_path, lambda: Cells().double(), "other.onnx")
-    assert other.verification is not None
-    assert other.verification.error < 1e-14
 
 
 def test_lanes_are_independent_in_onnx(gru: Any) -> None:
@@ -326,18 +284,13 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("x", "step"),
-    [
-        *((np.zeros(shape, np.float32), False) for shape in ((5, 2, 4), (5, 1, 3), (0, 2, 3))),
-        (np.zeros((5, 2, 3), np.complex64), False),
-        *((np.zeros(shape, np.float32), True) for shape in ((3,), (1, 3), (1, 2, 3))),
-    ],
+    ("shape", "step"), [((5, 2, 4), False), ((0, 2, 3), False), ((1, 3), True)]
 )
-def test_inputs_that_do_not_fit_are_refused(x: Any, step: bool, gru: Any) -> None:
+def test_inputs_that_do_not_fit_are_refused(shape: Any, step: bool, gru: Any) -> None:
     session = tt.deploy.Session(gru[1], 2)
     before = session.state
-    with pytest.raises(ValueError, match=re.escape(str(x.shape))):
-        (session.step if step else session)(x)
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        (session.step if step else session)(np.zeros(shape, np.float32))
     assert all(np.array_equal(before[name], leaf) for name, leaf in session.state.items())
 
 
@@ -432,10 +385,9 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
 def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
     wrongs: list[tuple[str, dict[str, Any]]] = [
         ("net.pt", {}),
-        *(("net.onnx", {"rate": rate}) for rate in (-1.0, float("nan"))),
-        *(("net.onnx", {"classes": names}) for names in ("ab", (0, 1), ("a", "b", "c"))),
+        ("net.onnx", {"rate": -1.0}),
+        ("net.onnx", {"classes": ("a", "b", "c")}),
         ("net.onnx", {"details": {"state": 1, "patient": 2}}),
-        *(("net.onnx", {"details": {"made": value}}) for value in (object(), float("nan"))),
         ("net.onnx", {"steps": -3}),
     ]
     for name, options in wrongs:
@@ -443,9 +395,8 @@ def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) 
             exported(tmp_path, CHAINS["lstm"], name, **options)
     broken: Any = CHAINS["lstm"]()
     nn.init.constant_(broken[0].bias_hh_l0, torch.nan)
-    for net in (broken, CHAINS["lstm"]().bfloat16()):
-        with pytest.raises(ModelError, match=r"'0\.\w+' is"):
-            exported(tmp_path, lambda net=net: net, "net.onnx")
+    with pytest.raises(ModelError, match=r"'0\.\w+' is"):
+        exported(tmp_path, lambda: broken, "net.onnx")
     assert list(tmp_path.iterdir()) == []
     _, written = exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=0)
     assert written.verification is None
@@ -456,22 +407,15 @@ def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) 
     ("name", "file"),
     [
         ("lstm two", "net.nam"),
-        ("lstm bare", "net.nam"),
         ("lstm two", "net.json"),
         ("gru two", "net.json"),
-        ("gru bare", "net.json"),
         ("audio", "net.json"),
-        ("functions", "net.json"),
     ],
 )
 def test_files_of_audio_plugins_compute_what_the_net_computes(
     name: str, file: str, tmp_path: Path
 ) -> None:
-    def functions() -> nn.Module:
-        parts = (nn.Linear(3, 4), nn.ELU(), nn.GRU(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        return nn.Sequential(*parts, nn.Softmax(-1))
-
-    make = {"audio": audio, "functions": functions} | CHAINS
+    make = {"audio": audio} | CHAINS
     net, written = exported(tmp_path, make[name], file, rate=48_000)
     assert written.verification is None
     assert written.remarks == ("not verified: play it in the plug-in",)
@@ -496,7 +440,7 @@ def test_what_an_audio_plugin_does_not_have_is_refused(tmp_path: Path) -> None:
     for name in ("gru", "projected", "audio", "cells"):
         with pytest.raises(ModelError):
             exported(tmp_path, nets[name], "net.nam")
-    for name in ("projected", "rnn", "learned start", "words", "normalised", "standardised"):
+    for name in ("projected", "rnn", "words", "standardised"):
         with pytest.raises(ModelError, match="RTNeural"):
             exported(tmp_path, nets[name], "net.json")
     with pytest.raises(ModelError, match="too many digits"):
@@ -549,7 +493,7 @@ int main(void) {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lstm two", "gru", "words"])
+@pytest.mark.parametrize("name", ["lstm two", "words"])
 def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: Path) -> None:
     exported(tmp_path, CHAINS[name], "net.c", steps=10)
     (tmp_path / "main.c").write_text(MAIN_OF_INDICES if name == "words" else MAIN)
@@ -645,28 +589,18 @@ def export(module: nn.Module, path: Path, inputs: Any = X, **options: Any) -> Ex
 
 def test_an_example_that_the_net_does_not_take_is_refused(tmp_path: Path) -> None:
     wrongs: list[Any] = [
-        *(torch.zeros(shape) for shape in ((9, 4), (9, 1, 2, 3), (9,), (0, 3))),
-        *(torch.ones(9, 3, dtype=kind) for kind in (torch.int16, torch.cfloat, torch.bool)),
-        *("ecg.npy", {"inputs": X}, None),
-        *(
-            torch.randn(9, 3).index_fill(1, torch.tensor(2), value)
-            for value in (torch.nan, torch.inf)
-        ),
-        torch.full((9, 3), 1e300, dtype=torch.float64),
+        *(torch.zeros(shape) for shape in ((9, 4), (9,), (0, 3))),
+        *(torch.ones(9, 3, dtype=torch.cfloat), "ecg.npy"),
+        torch.full((9, 3), torch.nan),
     ]
     for inputs in wrongs:
         with pytest.raises(DataError, match=r"expected|example|not take|lane 0"):
             export(CHAINS["lstm"](), tmp_path / "net.c", inputs)
-    for words in (torch.full((9,), 11), torch.tensor([3, -1]), torch.eye(11)):
-        with pytest.raises(DataError, match="not take"):
-            export(CHAINS["words"](), tmp_path / "net.onnx", words)
+    with pytest.raises(DataError, match="not take"):
+        export(CHAINS["words"](), tmp_path / "net.onnx", torch.full((9,), 11))
     with pytest.raises(DataError, match="the net expects 3"):
         export(CHAINS["lstm"](), tmp_path / "net.onnx", stream=torch.zeros(50, 4))
     assert list(tmp_path.iterdir()) == []
-
-
-def nested() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.LSTM(3, 8), nn.Tanh()), nn.Linear(8, 2))
 
 
 def twice() -> nn.Module:
@@ -678,40 +612,24 @@ def twice() -> nn.Module:
     ("make", "message"),
     [
         (Cells, r"the code of Cells\.forward stands in the way"),
-        (OTHERS["gelu"], "'1', a GELU"),
-        (nested, "'0', a Sequential, with a state of its own, stands in the way"),
         (twice, "a GRU that is called twice stands in the way"),
-        (lambda: nn.GRUCell(3, 5), "a net without an nn.LSTM, .* stands in the way"),
     ],
 )
 def test_what_is_in_the_way_of_a_chain_is_named(
     make: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=message + r".*An \.onnx file takes any net"):
+    message += r" stands in the way.*An \.onnx file takes any net"
+    with pytest.raises(ModelError, match=message):
         export(make(), tmp_path / "net.c")
-
-
-def test_what_torch_cannot_export_is_said_in_a_line_of_its_own(tmp_path: Path) -> None:
-    orthogonal = parametrizations.orthogonal(nn.Linear(8, 8))
-    with pytest.raises(ModelError, match="torch cannot export a step of Sequential") as caught:
-        export(nn.Sequential(nn.GRUCell(3, 8), orthogonal), tmp_path / "net.onnx")
-    assert "\x1b" not in str(caught.value)
-
-
-def test_a_readout_with_parametrized_weights_is_one_of_a_chain(tmp_path: Path) -> None:
-    readout = parametrizations.weight_norm(nn.Linear(8, 2))
-    written = export(nn.Sequential(nn.GRU(3, 8), readout), tmp_path / "net.c")
-    assert written.verification is None or written.verification.error < 1e-6
 
 
 def test_numbers_of_lanes_are_whole_and_those_of_the_session(gru: Any) -> None:
     wrong: Any
-    for wrong in (2, [-1], [0.5], "a", [True, False], [[0], [2]]):
+    for wrong in (2, [0.5], [True, False]):
         with pytest.raises(ValueError, match="the session has lanes 0 to 1"):
             tt.deploy.Session(gru[1], lanes=2).reset(wrong)
-    for wrong in (0, 2.5, "2", True):
-        with pytest.raises(ValueError, match="lanes="):
-            tt.deploy.Session(gru[1], lanes=wrong)
+    with pytest.raises(ValueError, match="lanes="):
+        tt.deploy.Session(gru[1], lanes=0)
 
 
 def amplifying(layer: Callable[..., nn.RNNBase] = nn.RNN, std: float = 0.28) -> nn.Module:
@@ -792,70 +710,3 @@ def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
         monkeypatch.setattr(session, "TOLERANCE", 1e30)
         monkeypatch.setattr(source, "TOLERANCE", 1e30)
     assert list(tmp_path.iterdir()) == []
-
-
-PROMPT = """
-class Doubled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.GRU(3, 8)
-        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-    def forward(self, x, h=None):
-        y, h = self.layer(x, h)
-        y = FACTOR
-        return self.head(y), h
-"""
-
-
-def test_a_class_that_was_typed_in_a_prompt_is_exported_or_refused(
-    tmp_path: Path,
-) -> None:
-    names: dict[str, Any] = {"nn": nn}
-    exec(PROMPT.replace("FACTOR", "y"), names)
-    written = export(names["Doubled"](), tmp_path / "net.c")
-    assert written.verification is None or written.verification.error < 1e-6
-    exec(PROMPT.replace("FACTOR", "y * 2"), names)
-    with pytest.raises(ModelError, match=r"^the code of Doubled\.forward stands in the way"):
-        export(names["Doubled"](), tmp_path / "other.c")
-
-
-def test_images_are_taken_as_predict_takes_them(tmp_path: Path) -> None:
-    net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
-    for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
-        written = tt.export(net, tmp_path / "net.onnx", inputs=x, steps=20)
-        assert written.verification is None or written.verification.error < 1e-6
-        if x.dim() < 5:
-            assert tt.predict(net, x)[0].shape == (20, 2)
-
-
-def test_two_threads_cannot_call_one_session(gru: Any) -> None:
-    session, x = tt.deploy.Session(gru[1], lanes=2), np.ones((40, 2, 3), np.float32)
-    with session._lock:  # as the call of another thread
-        for call in (lambda: session(x), lambda: session.step(x[0])):
-            with pytest.raises(RuntimeError, match="each thread needs one of its own"):
-                call()
-    session.step(x[0])
-
-
-def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
-    x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    first = tt.deploy.Session(gru[1])
-    expected = first(x)
-    second = tt.deploy.Session(first)
-    assert np.array_equal(second(x), expected)
-    assert not np.array_equal(first(x), expected)
-
-
-def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
-    """Large inputs saturate a net, which then amplifies nothing."""
-    torch.manual_seed(0)
-    net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
-    options: Any = {"inputs": torch.randn(50, 3), "steps": 2_000, "classes": ("a", "b")}
-    written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
-    assert written.recorded is not None
-    assert written.verification is not None
-    assert written.verification.error > 1e-5 > written.recorded.error
-    assert "amplifies rounding" in written.verification.summary
-    found = tt.deploy.Session(written.paths[0]).description["verified"]
-    assert found == {"steps": 700, "error": written.recorded.error, "drift": None}

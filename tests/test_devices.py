@@ -62,10 +62,3 @@ def test_forked_generators_return_to_their_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(7)
     assert torch.equal(torch.rand(3), drawn)
-
-
-def test_kinds_of_devices() -> None:
-    kinds = ("cpu", "meta", "cuda", "mps")
-    devices = [torch.device(kind) for kind in kinds]
-    assert [_device.is_accelerator(device) for device in devices] == [False, False, True, True]
-    assert [_device.real_type(d) for d in devices] == [torch.float64] * 3 + [torch.float32]

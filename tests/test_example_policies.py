@@ -7,7 +7,6 @@ Shapes: `T` steps, `B` lanes, `n` numbers of the state, `P` weights.
 import doctest
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,13 @@ from examples.models.min_gru import MinGRU
 from examples.policies import rtrl, rtrl_elementwise
 from examples.policies.rtrl import RTRL
 from examples.policies.rtrl_elementwise import ElementwiseRTRL
-from examples.policies.starts import CarriedStart, NoiseStart
+from examples.policies.starts import CarriedStart
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import test_updates
 import throughtime as tt
 from policy_data import (
-    Complex,
-    PolicyData,
     data_for,
     plain,
     policy_gradients,
@@ -38,23 +34,9 @@ from strategies import (
     recordings,
     seeds,
 )
-from test_updates import RESUMED, run_and_resume, same_bits
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, StateError
 
 EXACT = 1e-12
-
-
-def test_complex_states_are_refused() -> None:
-    net, data = tt.carry(Complex().double()), PolicyData.draw(13, 2, 0)
-    with pytest.raises(StateError, match=r"two leaves, or take tt\.Exact"):
-        policy_gradients(net, [data.chunk], RTRL(4))
-
-
-def test_strides_out_of_range_are_refused() -> None:
-    for policy in (RTRL, ElementwiseRTRL):
-        with pytest.raises(ConfigError):
-            policy(0)
 
 
 @pytest.mark.parametrize(("module", "attempted"), [(rtrl, 4), (rtrl_elementwise, 5)])
@@ -63,26 +45,6 @@ def test_the_example_of_the_docstring_runs(module: ModuleType, attempted: int) -
 
 
 UNITS, OUTPUTS = 5, 4
-
-
-class TraceUnits(nn.Module):
-    """Complex units `h' = r exp(i t) h + w x` that begin from a learned state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.radius = nn.Parameter(torch.rand(UNITS) * 0.3 + 0.65)
-        self.angle = nn.Parameter(torch.rand(UNITS) * 3)
-        self.into = nn.Parameter(torch.randn(2 * UNITS, FEATURES))  # real parts, imaginary parts
-        self.first = nn.Parameter(torch.randn(UNITS, dtype=torch.complex64))
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.first.expand(lanes, UNITS)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = torch.complex(*(x @ self.into.T).split(UNITS, -1))
-        gates = torch.polar(self.radius, self.angle).expand_as(inputs)
-        h = tt.linear_scan(gates, inputs, state)
-        return torch.cat([h.real, h.imag], -1), h[-1]
 
 
 def elementwise(layer: nn.Module, width: int, outputs: int = OUTPUTS) -> Carried:
@@ -103,7 +65,6 @@ CASES: dict[str, tuple[Callable[[], Carried], type[RTRL | ElementwiseRTRL]]] = {
     "dict-state": (named("dict-state").net, RTRL),
     "learnt-start": (named("learnt-start").net, RTRL),
     "minGRU": (min_gru, ElementwiseRTRL),
-    "trace units": (lambda: elementwise(TraceUnits(), 2 * UNITS), ElementwiseRTRL),
 }
 
 
@@ -135,32 +96,6 @@ def test_updates_sum_to_the_exact_gradient(
     assert apart(summed(policy_gradients(net, [data.chunk], policy(stride))), expected) < EXACT
 
 
-class Mixing(MinGRU):
-    """Units that read their neighbour's state."""
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = list[Tensor]()
-        for row in self.candidate(x):
-            state = 0.5 * state + 0.3 * state.roll(1, -1) + row
-            outputs.append(state)
-        return torch.stack(outputs), state
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        Mixing(FEATURES, UNITS),
-        nn.Sequential(MinGRU(FEATURES, UNITS), MinGRU(UNITS, UNITS)),
-    ],
-    ids=["units that read each other", "two layers"],
-)
-def test_units_that_see_each_other_are_refused(module: nn.Module) -> None:
-    net = tt.carry(module.double())
-    data = data_for(net, 12, 2, 0)
-    with pytest.raises(ConfigError, match="depends on other units"):
-        policy_gradients(net, [data.chunk], ElementwiseRTRL(5))
-
-
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_windows_start_where_those_before_them_ended(lanes: int) -> None:
     """At fixed weights, so many epochs as there are windows give the outputs of whole recordings.
@@ -181,23 +116,3 @@ def test_windows_start_where_those_before_them_ended(lanes: int) -> None:
     whole = [tt.predict(net, recording)[0] for recording in data]
     ours = torch.stack([played[at] for at in sorted(played)])
     torch.testing.assert_close(ours, torch.cat(whole), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("make", "policy"),
-    [
-        (RESUMED["hidden-cell"], RTRL(5)),
-        (lambda: min_gru(2), ElementwiseRTRL(5)),
-        (RESUMED["rotation"], CarriedStart(5)),
-        (RESUMED["rotation"], NoiseStart(5)),
-    ],
-    ids=["rtrl", "elementwise", "carried", "noise"],
-)
-def test_resume_gives_the_same_weights_to_the_bit(
-    make: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(policy, CarriedStart):  # it continues windows
-        windows = tt.windows(recordings(test_updates.LENGTHS), 8)
-        monkeypatch.setattr(test_updates, "stream", lambda: tt.Stream(windows, lanes=3, chunk=8))
-    through, resumed = run_and_resume(make, policy, 4)
-    assert same_bits(through, resumed)

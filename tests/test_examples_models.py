@@ -66,10 +66,7 @@ every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example:
 
 @pytest.mark.parametrize(
     "example",
-    [
-        pytest.param(e, marks=[] if e.name in {"min_gru", "transformer_xl"} else pytest.mark.slow)
-        for e in EXAMPLES
-    ],
+    [pytest.param(e, marks=[] if e.name == "min_gru" else pytest.mark.slow) for e in EXAMPLES],
     ids=lambda example: example.name,
 )
 def test_an_example_learns(example: Example) -> None:
@@ -83,11 +80,8 @@ def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
     assert {"whole", "reset", "lanes", "value", "credit"} < {law.name for law in laws}
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(e, marks=[] if e.name == "min_gru" else pytest.mark.slow) for e in EXAMPLES],
-    ids=lambda example: example.name,
-)
+@pytest.mark.slow
+@every_example
 def test_an_example_is_exported_step_by_step(example: Example, tmp_path: Path) -> None:
     net, x = example.net().float().eval(), example.inputs(50)
     x = x.float() if x.is_floating_point() else x

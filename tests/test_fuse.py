@@ -4,7 +4,6 @@ their resets inside the call.
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-import copy
 import logging
 from importlib import import_module
 from typing import Any
@@ -58,7 +57,6 @@ FUSED = (
     Row("chain", lambda: nn.Sequential(nn.GRU(FEATURES, 5, 2), nn.RNN(5, HIDDEN), nn.Tanh())),
     Row("batch-first", lambda: nn.Sequential(nn.LSTM(FEATURES, 5, batch_first=True))),
     Row("hides-layer", lambda: HidesLayer(batch_first=True)),
-    Row("hides-two-layers", HidesTwoLayers),
     Row("takes-resets", Takes),
     Row("hidden-in-a-chain", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), HidesTwoLayers())),
 )
@@ -79,36 +77,16 @@ def everything(net: Carried, x: Tensor, resets: Tensor) -> tuple[Tensor, Any, di
 
 
 def test_layers_change_their_class_and_nothing_else() -> None:
-    net = HidesTwoLayers().double()
-    calls: list[str] = []
-    net.lstm.register_forward_hook(lambda *_: calls.append("hook"))
-    before = {name: id(p) for name, p in net.named_parameters()}
-    layers, optimizer, x = (
-        [net.lstm, net.block["gru"]],
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        inputs(9, 2),
-    )
+    net, x = HidesTwoLayers().double(), inputs(9, 2)
+    before, layers = [id(p) for p in net.parameters()], [net.lstm, net.block["gru"]]
     expected, words = net.eval()(x), repr(net)
     assert tt.fuse(net) is net
     assert [net.lstm, net.block["gru"]] == layers
-    assert {name: id(p) for name, p in net.named_parameters()} == before
+    assert [id(p) for p in net.parameters()] == before
     assert (repr(net), net.lstm.training) == (words, False)
     assert [type(layer) for layer in layers] == [tt.nn.LSTM, tt.nn.GRU]
     assert (net(x) - expected).abs().max() < EXACT
-    net(x).sum().backward()
-    optimizer.step()
-    assert (net(x) - expected).abs().max() > 1e-3
-    assert calls == ["hook"] * 4
     assert [type(m) for m in tt.fuse(tt.fuse(net)).modules()] == [type(m) for m in net.modules()]
-
-
-def test_a_bare_layer_and_one_used_twice_are_fused_once() -> None:
-    layer = nn.RNN(FEATURES, HIDDEN)
-    assert tt.fuse(layer) is layer
-    assert type(layer) is tt.nn.RNN
-    shared = nn.GRU(FEATURES, FEATURES)
-    net = tt.fuse(nn.Sequential(shared, nn.Identity(), shared))
-    assert net[0] is net[2] is shared
 
 
 class Own(nn.LSTM):
@@ -177,16 +155,6 @@ def test_resets_inside_the_call_are_those_of_torch_nn_between_calls(row: Row) ->
     assert (len(calls) == 1) == (row.name in WHOLE)
 
 
-def test_carry_fuses_only_when_asked() -> None:
-    assert type(tt.carry(nn.GRU(3, 4)).module) is nn.GRU
-    net = tt.carry(nn.GRU(3, 4))
-    assert tt.carry(net, fused=True) is net
-    assert type(net.module) is tt.nn.GRU
-    net(torch.zeros(5, 2, 3), net.initial_state(2), torch.zeros(5, 2, dtype=torch.bool))
-    twin = copy.deepcopy(net)
-    assert type(twin.module) is tt.nn.GRU
-
-
 def updated(module: nn.Module, updates: int) -> None:
     stream = tt.Stream(recordings([4 * updates], outputs=2), lanes=1, chunk=4)
     for _ in tt.updates(tt.carry(module), stream, nn.MSELoss(), gradient=tt.Truncated(stride=4)):
@@ -209,19 +177,3 @@ def test_advice_comes_once_after_a_while_where_much_is_to_gain(
     assert len(caplog.records) == 1
     assert "layer 'module.0' is a GRU of torch.nn" in caplog.text
     assert "tt.carry(module, fused=True)" in caplog.text
-
-
-def test_no_advice_where_torch_is_fast_or_the_kernels_are_missing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fusing, "_advised", list[str]())
-    with caplog.at_level(logging.WARNING, "throughtime"):
-        fusing.advise(nn.LSTM(FEATURES, HIDDEN), 1)  # float32, which oneDNN plays
-        fusing.advise(nn.GRU(FEATURES, HIDDEN, device="meta"), 1)
-        monkeypatch.setattr(fusing, "library", lambda: None)
-        fusing.advise(nn.GRU(FEATURES, HIDDEN), 1)
-        assert caplog.text == ""
-        monkeypatch.undo()
-        monkeypatch.setattr(fusing, "_advised", list[str]())
-        fusing.advise(nn.LSTM(FEATURES, HIDDEN, proj_size=2), 1)
-        assert "LSTM of torch.nn" in caplog.text

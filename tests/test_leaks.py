@@ -6,7 +6,6 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,27 +111,6 @@ def test_leak_is_reported_with_recordings_position_size_and_cause(
     ) as e:
         check_no_leak(stream_of(lanes), make())
     assert cause in str(e.value)
-
-
-def tokens(lengths: list[int], kinds: int = 5) -> list[dict[str, Any]]:
-    random = np.random.default_rng(0)
-    return [
-        {"inputs": random.integers(0, kinds, n), "name": f"t{i}"} for i, n in enumerate(lengths)
-    ]
-
-
-def language_model() -> Carried:
-    return tt.carry(nn.Sequential(nn.Embedding(5, FEATURES), nn.GRU(FEATURES, HIDDEN)))
-
-
-def test_tokens_are_replaced_by_others_that_occur() -> None:
-    stream = tt.Stream(tokens([20, 30, 11]), 2, 8)
-    assert [report.deviation for report in check_no_leak(stream, language_model())] == [0.0] * 3
-    net = language_model()
-    with pytest.raises(LawError, match="leaks into"):
-        check_no_leak(tt.Stream(tokens([20, 30]), 1, 8), IgnoresResets(net.module, net.adapter))
-    with pytest.raises(DataError, match="no other token to put in their place"):
-        check_no_leak(tt.Stream(tokens([20, 30], kinds=1), 1, 8), language_model())
 
 
 class Blind(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import throughtime as tt
+from plain_loop import Growing
 from throughtime.errors import RunError
 from throughtime.gradient import Update
 from throughtime.integrations.lightning import Loader
@@ -65,9 +66,9 @@ def resumed(
     [
         (3, None),
         pytest.param(24, None, marks=pytest.mark.slow),
-        (27, tt.Adaptive(0.05, 5, 40, every=4)),
+        (27, Growing(4)),
     ],
-    ids=["update-3", "update-24", "adaptive-27"],
+    ids=["update-3", "update-24", "growing-27"],
 )
 def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(
     at: int, gradient: Any, tmp_path: Path
@@ -88,41 +89,8 @@ def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     assert {int(path.stem.split("=")[1]) for path in tmp_path.glob("*.ckpt")} == {10, 20, 30, 40}
 
 
-def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    orders: list[tuple[int, ...]] = []
-
-    class Noting(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            orders.append((batch.stream.epoch, batch_idx))
-
-    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
-    module, options = Noting(), {"limit_train_batches": 0.5, "max_epochs": 3}
-    trainer = trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], **options)
-    trainer.fit(module, Loader(stream_of(), 4))
-    assert [epoch for epoch, _ in orders] == [
-        0,
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-        2,
-        2,
-    ]  # the first batch of an epoch leaves the old one
-    again = Module()
-    trainer_of(tmp_path, **options).fit(
-        again, Loader(stream_of(), 4), ckpt_path=tmp_path / "epoch=0.ckpt"
-    )
-    assert torch.equal(weights(again.net), weights(module.net))
-
-
-@pytest.mark.parametrize(("stop", "chunks"), [(24, 1), (6, 4)])
-def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(
-    stop: int, chunks: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    stop, chunks = 6, 4
     trainer = trainer_of(tmp_path, max_steps=stop, max_epochs=-1)
     module = Module()
     torch.manual_seed(5)

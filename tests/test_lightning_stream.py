@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import throughtime as tt
-from horizons import ForgetfulAdaptive, RecordingAdaptive
-from plain_loop import plain_loop
+from plain_loop import Growing, plain_loop
 from strategies import recordings
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import Policy
@@ -25,7 +24,6 @@ from throughtime.integrations.lightning import Loader
 pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 
 from lightning_streams import (
@@ -47,12 +45,12 @@ pytestmark = EXPECTED
 POLICIES: dict[str, Callable[[], Policy]] = {
     "horizon": lambda: tt.Truncated(7, 25),
     "exact": tt.Exact,
-    "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=4),
+    "growing": lambda: Growing(4),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("horizon", 1), ("horizon", 1000), ("exact", 4), ("adaptive", 4)]
+    ("name", "chunks"), [("horizon", 1), ("horizon", 1000), ("exact", 4), ("growing", 4)]
 )
 def test_weights_are_those_of_the_plain_loop_to_the_bit(
     name: str, chunks: int, tmp_path: Path
@@ -62,17 +60,6 @@ def test_weights_are_those_of_the_plain_loop_to_the_bit(
     assert not torch.equal(mine, weights(net_of()))
 
 
-def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next(
-    tmp_path: Path,
-) -> None:
-    policies = [kind(0.05, 5, 40, every=4) for kind in (RecordingAdaptive, ForgetfulAdaptive)]
-    for policy in policies:
-        fitted(tmp_path, Module(gradient=policy), max_epochs=3)
-    ends, starts = zip(*policies[0].hand_overs(), strict=True)
-    assert ends == starts == (20, 40)
-    assert all(start == 5 < end for end, start in policies[1].hand_overs())
-
-
 @pytest.mark.parametrize("options", [{"clip": 0.05}, {"clip": 0.05, "accumulate": 3}], ids=str)
 def test_clipping_and_accumulation_are_those_of_the_plain_loop(
     options: dict[str, Any], tmp_path: Path
@@ -80,13 +67,6 @@ def test_clipping_and_accumulation_are_those_of_the_plain_loop(
     mine = fitted(tmp_path, Module(**options))
     assert torch.equal(mine, plain(**options))
     assert not torch.equal(mine, plain())
-
-
-def test_global_step_counts_updates_and_a_training_step_spans_many(tmp_path: Path) -> None:
-    module, trainer = Module(), trainer_of(tmp_path, max_epochs=1)
-    trainer.fit(module, Loader(stream_of(), chunks=4))
-    assert trainer.global_step == len(module.rates) == 24
-    assert trainer.num_training_batches == 6
 
 
 @pytest.mark.parametrize("stop", [6, 31])
@@ -206,15 +186,6 @@ def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Pat
             Loader(stream_of(), wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    wrongs: list[dict[str, Any]] = [{"schedule": "step"}, {"clip": 0.0}, {"clip": -1.0}]
-    for wrong in wrongs:
-        with pytest.raises(
-            ConfigError, match="expected schedule 'update' or 'batch', and a clip above 0"
-        ):
-            Module(**wrong)
-
-
 class Two(Module):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net.parameters(), LR) for _ in range(2)]
@@ -231,26 +202,11 @@ def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Pa
             ConfigError, match=rf"configure_optimizers gave {names}, expected one that steps"
         ):
             fitted(tmp_path, kind())
-    averaged = StochasticWeightAveraging(1e-2)
-    net = tt.carry(nn.Sequential(nn.GRU(3, 4), Normed(), nn.Linear(4, 1))).double()
-    with pytest.raises(ConfigError, match="an epoch more for BatchNorm"):
-        trainer_of(tmp_path, callbacks=[averaged]).fit(Module(net), Loader(stream_of(), 4))
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(minutes=1))
     with pytest.raises(ConfigError, match="train_time_interval"):
         trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(
             Module(), Loader(stream_of(), 4)
         )
-
-
-class Normed(nn.Module):
-    """BatchNorm over the features of `(T, B, H)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.flatten(0, 1)).view_as(x)
 
 
 def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, rnn
-from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import throughtime as tt
 from recurrences import (
@@ -152,39 +151,12 @@ def test_resets_are_the_same_where_torch_runs(name: str, way: str) -> None:
 
 
 @every_layer
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_gradients_by_sample_are_torch_s(name: str, batch_first: bool) -> None:
-    """`call_for_per_sample_grads` puts weights of a subclass in, which refuse most attributes."""
-    # torch's own fails for an LSTM in float32: its weights cannot handle mkldnn_rnn_layer
-    types = (torch.float64,) if name == "LSTM" else (torch.float64, torch.float32)
-    lanes = 5 if batch_first else 3
-    for dtype in types:
-        x, results = torch.randn(5, 3, 4, dtype=dtype), list[list[Tensor]]()
-        for layer in twin_layers(name, 4, 6, dtype=dtype, batch_first=batch_first):
-            call = call_for_per_sample_grads(layer, batch_size=lanes, batch_first=batch_first)
-            call(x)[0].square().sum().backward()
-            results.append([p.grad_sample for p in layer.parameters()])
-        assert max_difference(*results) == 0
-        assert all(g.shape[0] == lanes for g in results[1])
-
-
-@every_layer
-@pytest.mark.parametrize("way", ["kernel", "mode", "autocast"])
-def test_no_steps_and_no_lanes_hand_the_state_on(name: str, way: str) -> None:
-    """Where torch.nn would run, too: torch's own layers raise for zero steps."""
-    fused, contexts = (
-        LAYERS[name][1](4, 6, num_layers=2),
-        {
-            "mode": torch.overrides.BaseTorchFunctionMode(),
-            "autocast": torch.autocast("cpu", torch.bfloat16),
-        },
-    )
-    for steps, lanes in ((0, 3), (5, 0), (0, 0)) if way == "kernel" else ((0, 3),):
+def test_no_steps_and_no_lanes_hand_the_state_on(name: str) -> None:
+    fused = LAYERS[name][1](4, 6, num_layers=2)
+    for steps, lanes in ((0, 3), (5, 0), (0, 0)):
         x, hx = torch.randn(steps, lanes, 4), random_state(fused, lanes)
-        resets = torch.ones(steps, lanes, dtype=torch.bool) if way == "kernel" else None
-        with contexts.get(way, torch.no_grad()):
-            y, end = fused(x.bfloat16() if way == "autocast" else x, hx, resets)
-        assert (y.shape, y.dtype) == ((steps, lanes, 6), torch.float32)
+        y, end = fused(x, hx, torch.ones(steps, lanes, dtype=torch.bool))
+        assert y.shape == (steps, lanes, 6)
         if steps == 0:
             assert all(map(torch.equal, leaves_of(end), leaves_of(hx)))
 
@@ -201,17 +173,6 @@ def test_dropout_between_layers_draws_as_torch_does(name: str) -> None:
     assert max_difference(call_and_grad(fused.eval(), x), call_and_grad(plain.eval(), x)) < 1e-12
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@every_layer
-def test_a_state_is_detached_in_place_as_in_torch(name: str, layers: int) -> None:
-    """Of inputs with lanes: without them torch's own layers return a view, which refuses it."""
-    for cls in LAYERS[name]:
-        _, state = cls(4, 6, num_layers=layers)(torch.randn(7, 2, 4))
-        for leaf in leaves_of(state):
-            assert leaf.requires_grad
-            assert not leaf.detach_().requires_grad
-
-
 @every_layer
 def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
     """The same exception, and the kernel never sees it."""
@@ -219,14 +180,10 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
     good, state = torch.randn(5, 2, 4), random_state(plain, 2)
     cases: list[tuple[Any, Any]] = [
         (torch.randn(5, 2, 3), None),
-        (torch.randn(5, 2, 4, 1), None),
         (torch.randn(4), None),
         (good.double(), None),
-        (good.long(), None),
         (good, random_state(plain, 3)),
-        (good, random_state(plain, None)),
         (good, _double(state)),
-        (good, (state, state, state)),
     ]
     for x, hx in cases:
         with pytest.raises(
@@ -248,9 +205,6 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
     for resets in (
         torch.zeros(2, 5, dtype=torch.bool),
         torch.zeros(5, 2),
-        torch.zeros(5, dtype=torch.bool),
-        [[False] * 2] * 5,
-        torch.zeros(5, 2, dtype=torch.bool).numpy(),
     ):
         with pytest.raises(
             DataError, match=r"resets are .*expected .*torch\.bool.*resets\.bool\(\)"
@@ -262,69 +216,31 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
 
 
 @every_layer
-def test_packed_sequences_are_torch_s(name: str) -> None:
-    plain, fused = twin_layers(name, 4, 6, num_layers=2)
-    packed = rnn.pack_padded_sequence(
-        torch.randn(5, 3, 4), torch.tensor([3, 5, 1]), enforce_sorted=False
-    )
-    (y, end), (expected, last) = fused(packed), plain(packed)
-    assert max_difference([y.data, *leaves_of(end)], [expected.data, *leaves_of(last)]) == 0
-    assert "packed" in tt.nn.backend(fused, packed).reason
-
-
-@every_layer
 def test_weights_put_in_from_outside_are_used(name: str) -> None:
-    """`functional_call`, parametrizations, pruning: weights that are not plain parameters."""
-    plain, fused = twin_layers(name, 4, 6, dtype=torch.float64)
+    """Parametrizations, pruning: weights that are not plain parameters."""
+    layers = twin_layers(name, 4, 6, dtype=torch.float64)
     x = torch.randn(7, 3, 4, dtype=torch.float64)
-    others = {n: torch.randn_like(p) * 0.5 for n, p in fused.named_parameters()}
-    actual, expected = (torch.func.functional_call(layer, others, (x,)) for layer in (fused, plain))
-    assert max_difference([actual[0]], [expected[0]]) < 1e-12
-    assert max_difference([actual[0]], [fused(x)[0]]) > 1e-3
-    for layer in (plain, fused):
+    for layer in layers:
         parametrizations.weight_norm(layer, "weight_hh_l0")
         prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
-    assert fused_runs(fused, x)
-    assert max_difference(call_and_grad(fused, x), call_and_grad(plain, x)) < 1e-12
+    assert fused_runs(layers[1], x)
+    assert max_difference(*(call_and_grad(layer, x) for layer in layers)) < 1e-12
 
 
 @every_layer
 def test_transforms_of_torch_func_see_through(name: str) -> None:
     _, fused = twin_layers(name, 4, 6, dtype=torch.float64)
-    x, resets = torch.randn(5, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
+    x, resets = torch.randn(3, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
     params = {n: p.detach() for n, p in fused.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(fused, weights, (x, None, resets))[0].square().mean()
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
-    for k in range(5):
+    for k in range(3):
         live = {n: p.clone().requires_grad_() for n, p in params.items()}
         alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
         assert max_difference([g[k] for g in each.values()], alone) < 1e-12
-    direction = torch.randn_like(x[0])
-    forward = torch.func.jvp(lambda x: loss(params, x), (x[0],), (direction,))[1]
-    given_x = x[0].clone().requires_grad_()
-    assert (
-        max_difference(
-            [forward], [(torch.autograd.grad(loss(params, given_x), given_x)[0] * direction).sum()]
-        )
-        < 1e-12
-    )
-    with torch.autograd.forward_ad.dual_level():
-        assert tt.nn.backend(fused, x[0]).name == "reference"
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings(
-    "ignore:Converting a tensor to a Python boolean"
-)  # in the checks of torch.nn
-@every_layer
-def test_traced_layer_takes_any_size(name: str) -> None:
-    fused = LAYERS[name][1](4, 6)
-    traced = torch.jit.trace(fused, (torch.randn(5, 2, 4),))
-    x = torch.randn(9, 3, 4)
-    assert max_difference([cast(Any, traced)(x)[0]], [fused(x)[0]]) < 1e-5
 
 
 def test_a_default_device_hides_nothing() -> None:

@@ -1,10 +1,7 @@
 """The notebooks are true: their cells run; they store no outputs; they install what is at hand."""
 
 import ast
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +38,3 @@ def test_notebooks_store_no_outputs_and_parse() -> None:
         for source in cells(notebook):
             ast.parse(source)
             assert max(map(len, source.splitlines())) <= 88  # of a code block on the site
-
-
-def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that the first cell runs."""
-    calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
-    (first,) = {cells(notebook)[0] for notebook in NOTEBOOKS}
-    exec(first, {})
-    return calls
-
-
-def test_the_first_cell_installs_the_wheel_of_ci_or_the_clone_or_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert installed(monkeypatch) == []  # throughtime is there
-    kernel, wheel = tmp_path / "docs" / "tutorial", tmp_path / "dist" / "throughtime-0.1.0.whl"
-    kernel.mkdir(parents=True)
-    monkeypatch.chdir(kernel)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.delenv("THROUGHTIME_WHEEL", raising=False)
-    install = [sys.executable, "-m", "pip", "install", "--quiet"]
-    assert installed(monkeypatch) == [[*install, "throughtime[plot,wfdb]"]]
-    (tmp_path / "constraints.txt").touch()
-    install += ["--constraint", f"{tmp_path}/constraints.txt"]
-    assert installed(monkeypatch) == [[*install, f"{tmp_path}[plot,wfdb]"]]
-    wheel.parent.mkdir()
-    wheel.touch()
-    assert installed(monkeypatch) == [[*install, f"{wheel}[plot,wfdb]"]]
-    monkeypatch.setenv("THROUGHTIME_WHEEL", "/ci/own.whl")
-    assert installed(monkeypatch) == [[*install, "/ci/own.whl[plot,wfdb]"]]

@@ -1,13 +1,7 @@
-"""Updates of random configurations against brute force, in float64.
-
-    python tests/test_random_updates.py [SEEDS]
-
-prints the worst deviation of so many seeds (200) of each kind of net.
-"""
+"""Updates of random configurations against brute force, in float64."""
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -366,19 +360,3 @@ def test_default_cases_take_every_option() -> None:
 @pytest.mark.slow
 def test_all_updates_equal_brute_force() -> None:
     check(all_cases(SEEDS))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("gradient", [tt.Truncated(2), tt.Exact(), tt.Exact(chunk=2)])
-def test_strides_of_an_ignored_class_make_no_update(gradient: Any, fused: bool) -> None:
-    targets = torch.tensor([0, 1, -100, IGNORED, 2, IGNORED])
-    stream = tt.Stream({"inputs": torch.randn(6, FEATURES), "targets": targets}, lanes=1, chunk=2)
-    net = tt.carry(nn.Sequential(nn.LSTM(FEATURES, 4), nn.Linear(4, 3)), fused=fused)
-    loss_fn = nn.CrossEntropyLoss(ignore_index=IGNORED)
-    steps = [update.steps for update in tt.updates(net, stream, loss_fn, gradient=gradient)]
-    assert steps == ([2, 2] if isinstance(gradient, tt.Truncated) else [5])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    check(all_cases(int(sys.argv[1]) if sys.argv[1:] else SEEDS))

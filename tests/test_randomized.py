@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, data_for, plain, policy_gradients
@@ -20,7 +19,6 @@ from strategies import (
     Row,
     Weights,
     apart,
-    recordings,
     some_nets,
     weights,
 )
@@ -127,18 +125,3 @@ def test_drawn_lengths_follow_the_law(mean: int, alpha: float, grain: int) -> No
             abs((drawn > k * grain).double().mean() - chance)
             <= 4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
         )
-
-
-def test_grain_of_the_mean_horizon_cuts_everywhere_alike() -> None:
-    """The shortest law: one grain per stride, no credit to reweight, the bias of a truncation."""
-    assert {Survival.with_mean(7, 6.0, 7).draw() for _ in range(50)} == {7}
-
-
-def test_calls_of_the_net_have_few_lengths() -> None:
-    """oneDNN keeps kernels for each: stretches of all lengths took 5 to 15 MB in 2,000 updates."""
-    net, lengths = tt.carry(nn.LSTM(3, 4).double()), set[int]()
-    net.module.register_forward_hook(lambda _, args, __: lengths.add(len(args[0])))
-    stream = tt.Stream(recordings([300], outputs=4, features=3), lanes=1, chunk=100)
-    for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Randomized(20, grain=1)):
-        pass
-    assert lengths == {1}  # from one possible cut to the next

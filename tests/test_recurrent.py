@@ -4,6 +4,7 @@ resets, whatever the sizes.
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
 
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -25,7 +26,7 @@ from recurrences import (
     tolerance,
 )
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, Cell, Weights
+from throughtime.kernels.cells import GRU, LSTM, Cell, Weights
 
 pytestmark = needs_kernels
 Some = tuple[Tensor | None, ...]  # gradients where allow_unused
@@ -79,36 +80,33 @@ def test_gradients_of_gradients_are_right(cell: Cell) -> None:
     assert torch.autograd.gradgradcheck(call, inputs)
 
 
+def every_level() -> Iterator[bytes]:
+    """Each instruction set of the library and this processor in turn, the first one twice."""
+    core = recurrent.core()
+    widest, ran = core.tt_level(), set[bytes]()
+    try:
+        for level in (b"base", b"v2", b"v3", b"v4", b"v2"):
+            if core.tt_use(level):
+                ran.add(core.tt_level())
+                yield level
+    finally:
+        core.tt_use(widest)
+    assert widest in ran
+
+
 @every_cell
 def test_reset_forgets_what_is_not_a_number_and_passes_no_credit(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 9, 3, 4, 6)
+    x, states, weights = split(LayerCase.draw(cell, 9, 3, 4, 6).leaves())
     resets = torch.zeros(9, 3, dtype=torch.bool)
     resets[0, 1] = resets[4, 2] = True
-    x, states, weights = split(data.leaves())
-    poison = torch.tensor([1.0, float("nan"), 1.0], dtype=torch.float64).unsqueeze(1)
+    poison = torch.tensor([[1.0], [float("nan")], [1.0]], dtype=torch.float64)
     entering = tuple((leaf.detach() * poison).requires_grad_() for leaf in states)
     y, ends = recurrent.run(cell, x, entering, weights, resets)
-    assert y.isfinite().all()
-    assert all(end.isfinite().all() for end in ends)
-    dx, dh = torch.autograd.grad(
-        y[4:, 2].square().sum() + y[:, 1].square().sum(), [x, entering[0]], allow_unused=True
-    )
+    assert all(t.isfinite().all() for t in (y, *ends))
+    loss = y[4:, 2].square().sum() + y[:, 1].square().sum()
+    dx, dh = torch.autograd.grad(loss, [x, entering[0]])
     assert dx[:4, 2].abs().max() == 0 < dx[4, 2].abs().max()
     assert dh[[1, 2]].abs().max() == 0
-
-
-@every_cell
-@both_types
-def test_gates_that_are_wide_open_or_shut_give_numbers(cell: Cell, dtype: torch.dtype) -> None:
-    data = LayerCase.draw(cell, 7, 3, 5, 9).to(dtype)
-    x = data.tensors[0]
-    assert x is not None
-    x.mul_(1e4)
-    if cell is RNN_RELU:
-        assert max_difference(
-            run_and_grad(data, recurrent.run), run_and_grad(data.to(torch.float64), reference.run)
-        ) < 10 * tolerance(dtype)
-    assert all(t.isfinite().all() for t in run_and_grad(data, recurrent.run))
 
 
 @every_cell
@@ -141,50 +139,6 @@ def test_strided_and_unaligned_tensors_are_read_as_they_are(cell: Cell) -> None:
 
 
 @every_cell
-def test_graph_can_be_used_twice_and_for_a_part(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
-    leaves = data.leaves()
-    results, x = data.run(recurrent.run, leaves), leaves[0]
-    assert x is not None
-    once, again = (
-        torch.autograd.grad(results[0].square().sum(), x, retain_graph=True)[0] for _ in range(2)
-    )
-    assert torch.equal(once, again)
-    expected = data.run(reference.run, leaves)
-    assert (
-        max_difference(
-            [once], torch.autograd.grad(expected[0].square().sum(), x, retain_graph=True)
-        )
-        < 1e-12
-    )
-    for part in range(len(results)):  # a loss on one of the results, the others without a gradient
-        alone = [
-            torch.autograd.grad(m[part].square().sum(), cast(Tensor, leaves[4]), retain_graph=True)[
-                0
-            ]
-            for m in (results, expected)
-        ]
-        assert max_difference(alone[:1], alone[1:]) < 1e-12
-
-
-@every_cell
-def test_weights_alone_or_inputs_alone_may_need_a_gradient(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 9, 2, 4, 6)
-    for needed in range(len(data.tensors)):
-        if data.tensors[needed] is None:
-            continue
-        actual = list[list[Tensor]]()
-        for run in (recurrent.run, reference.run):
-            leaves = [
-                None if t is None else t.clone().requires_grad_(k == needed)
-                for k, t in enumerate(data.tensors)
-            ]
-            results = data.run(run, leaves)
-            actual.append(loss_grads(results, [leaves[needed]]))
-        assert max_difference(*actual) < 1e-12
-
-
-@every_cell
 def test_outputs_may_be_changed_in_place(cell: Cell) -> None:
     data = LayerCase.draw(cell, 5, 2, 3, 4)
     actual = list[list[Tensor]]()
@@ -200,8 +154,8 @@ def test_outputs_may_be_changed_in_place(cell: Cell) -> None:
 @every_cell
 @pytest.mark.parametrize("kind", ["f64", "f32", "autocast"])
 def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, kind: str) -> None:
-    # small, enough work for two, and for two with products in bfloat16
-    for size in ((7, 9, 16, 50), (64, 16, 64, 128), (23, 19, 100, 310)):
+    # enough work for two, and for two with products in bfloat16
+    for size in ((64, 16, 64, 128), (23, 19, 100, 310)):
         data = LayerCase.draw(cell, *size, often=0.1)
         actual = list[list[Tensor]]()
         for threads in (1, 2):
@@ -236,33 +190,23 @@ def test_rows_of_a_jacobian_come_in_one_pass(cell: Cell) -> None:
         assert max_difference([t for t, _ in pairs], [a for _, a in pairs]) < 1e-12
 
 
-@pytest.mark.parametrize("level", [b"base", b"v2", b"v3", b"v4"], ids=bytes.decode)
 @pytest.mark.parametrize("cell", [LSTM, GRU], ids=str)
 @both_types
-def test_saturated_gates_keep_the_state_to_the_bit(
-    cell: Cell, dtype: torch.dtype, level: bytes
-) -> None:
+def test_saturated_gates_keep_the_state_to_the_bit(cell: Cell, dtype: torch.dtype) -> None:
     """A gate that is off by one unit in the last place forgets a long memory step by step."""
-    core, hidden = recurrent.core(), 33
-    widest = core.tt_level()
-    if not core.tt_use(level):
-        pytest.skip("the library or this processor lacks the instruction set")
-    try:
-        steps, draw = 500, torch.Generator().manual_seed(0)
-        rows = len(cell.gates) * hidden
-        x = torch.randn(steps, 2, 3, generator=draw, dtype=dtype)
-        ih = torch.randn(rows, 3, generator=draw, dtype=dtype)
-        hh = torch.zeros(rows, hidden, dtype=dtype)
-        bias = torch.zeros(len(cell.gates), hidden, dtype=dtype)
-        for gate, value in (("f", 500.0), ("g", 0.0)) if cell is LSTM else (("z", 500.0),):
-            bias[cell.gates.index(gate)] = value
-            ih.view(len(cell.gates), hidden, 3)[cell.gates.index(gate)] = 0.0
-        start = [torch.randn(2, hidden, generator=draw, dtype=dtype) for _ in cell.states]
-        weights = Weights(ih, hh, bias.flatten(), torch.zeros(rows, dtype=dtype), None)
+    hidden, draw = 33, torch.Generator().manual_seed(0)
+    rows = len(cell.gates) * hidden
+    x = torch.randn(500, 2, 3, generator=draw, dtype=dtype)
+    zeros, bias = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(len(cell.gates), hidden)
+    if cell is LSTM:
+        bias[cell.gates.index("f")] = 500.0
+    else:
+        bias[cell.gates.index("z")] = 500.0
+    start = [torch.randn(2, hidden, generator=draw, dtype=dtype) for _ in cell.states]
+    weights = Weights(zeros[:, :3], zeros, bias.flatten().to(dtype), zeros[:, 0], None)
+    for _ in every_level():
         _, ends = recurrent.run(cell, x, tuple(start), weights)
         assert torch.equal(ends[-1], start[-1])
-    finally:
-        core.tt_use(widest)
 
 
 @every_cell
@@ -271,18 +215,11 @@ def test_every_instruction_set_computes_the_same_in_one_process(
     cell: Cell, dtype: torch.dtype
 ) -> None:
     """Saved values are in whole vectors, whose width depends on the level."""
-    core, data = recurrent.core(), LayerCase.draw(cell, 5, 2, 3, 33)
-    widest, expected, ran = core.tt_level(), run_and_grad(data, reference.run), set[bytes]()
-    try:
-        for level in (b"base", b"v2", b"v3", b"v4", b"v2"):
-            if core.tt_use(level):
-                ran.add(core.tt_level())
-                assert max_difference(
-                    run_and_grad(data.to(dtype), recurrent.run), expected
-                ) < tolerance(dtype)
-    finally:
-        core.tt_use(widest)
-    assert widest in ran
+    data = LayerCase.draw(cell, 5, 2, 3, 33)
+    expected = run_and_grad(data, reference.run)
+    for _ in every_level():
+        actual = run_and_grad(data.to(dtype), recurrent.run)
+        assert max_difference(actual, expected) < tolerance(dtype)
 
 
 def test_a_tensor_that_is_two_of_the_states_has_the_gradient_of_each_once() -> None:

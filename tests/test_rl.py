@@ -1,7 +1,6 @@
 """Recurrent agents of sb3-contrib and TorchRL train as before, with resets in one call."""
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -158,16 +157,6 @@ def test_a_rollout_gives_what_torchrl_gives(kind: str) -> None:
     plain = module(kind, rl, num_layers=layers, default_recurrent_mode=True)
     without = plain(tensordict(x, torch.zeros_like(starts), **states))["y"]
     assert (without - results[0][0]).abs().max() > 1e-2  # the mutant: no reset
-
-
-@KINDS
-def test_modules_can_be_copied_and_batches_have_any_dimensions(kind: str) -> None:
-    net = module(kind, default_recurrent_mode=True)
-    x, starts = rollout(3)
-    expected = net(tensordict(x, starts))["y"]
-    twin = pickle.loads(pickle.dumps(net))  # our own
-    assert torch.equal(twin(tensordict(x, starts).unsqueeze(0))["y"], expected[None])
-    torch.testing.assert_close(net(tensordict(x, starts)[0])["y"], expected[0])
 
 
 def test_a_state_that_enters_an_episode_is_refused() -> None:

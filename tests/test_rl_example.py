@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributions import Categorical
-
-import throughtime as tt
 
 pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
 
@@ -33,59 +30,6 @@ def rollouts(net: Any, count: int) -> deque[Any]:
         history.append(example.Rollout(state, *series, torch.zeros(shape[1])))
         state, start = after, ends[-1]
     return deque(history)
-
-
-def gradient_by_updates(net: Any, history: Any, horizon: int) -> list[Tensor]:
-    lanes = torch.tensor([4, 1])
-    net.zero_grad()
-    state = tt.state.select(history[0].state, lanes)
-    steps = example.STEPS
-    policy = tt.Truncated(stride=steps, horizon=horizon * steps)
-    loss_fn = tt.SequenceLoss(example.ppo_loss)
-    data = example.chunks(history, lanes)
-    (update,) = tt.updates(net, data, loss_fn, gradient=policy, state=state)
-    assert update.steps == steps * len(lanes)
-    return [p.grad.clone() for p in net.parameters()]
-
-
-def gradient_by_hand(net: Any, history: Any) -> list[Tensor]:
-    """Plain autograd over all rollouts from the stored state."""
-    lanes = torch.tensor([4, 1])
-    net.zero_grad()
-    inputs, starts = (
-        torch.cat([getattr(part, name)[:, lanes] for part in history])
-        for name in ("inputs", "starts")
-    )
-    outputs, _ = net(inputs, tt.state.select(history[0].state, lanes), starts)
-    outputs, newest = outputs[-example.STEPS :].flatten(0, 1), history[-1]
-    advantages = newest.advantages()
-    returns = (advantages + newest.values)[:, lanes].flatten()
-    advantages = advantages[:, lanes].flatten()
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    policy = Categorical(logits=outputs[:, :-1])
-    old = newest.logarithms[:, lanes].flatten()
-    ratio = (policy.log_prob(newest.actions[:, lanes].flatten()) - old).exp()
-    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    error = (outputs[:, -1] - returns).square().mean() / 2
-    (0.5 * error - gain - 0.01 * policy.entropy().mean()).backward()
-    return [p.grad.clone() for p in net.parameters()]
-
-
-def test_credit_crosses_rollouts_as_plain_autograd_has_it() -> None:
-    net = example.make_net(2, 2)
-    history = rollouts(net, 3)
-    expected = gradient_by_hand(net, history)
-    pairs = zip(gradient_by_updates(net, history, 3), expected, strict=True)
-    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-6
-    shorter = gradient_by_updates(net, history, 1)  # the mutant: each rollout alone
-    assert max((a - b).abs().max().item() for a, b in zip(shorter, expected, strict=True)) > 1e-6
-
-
-def test_the_net_obeys_the_laws_of_a_rollout() -> None:
-    net = example.make_net(2, 2)
-    part = rollouts(net, 1)[0]
-    laws = tt.testing.check_rollout(net, part.inputs, part.starts, part.state)
-    assert all(law.holds for law in laws)
 
 
 @pytest.mark.slow  # a minute

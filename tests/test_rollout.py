@@ -165,11 +165,10 @@ def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     ("x", "options", "error"),
     [
         (inputs(23, 2)[:0], {}, DataError),
-        (torch.zeros(23), {}, DataError),
         (inputs(23, 2), {"resets": torch.zeros(22, 2, dtype=torch.bool)}, DataError),
         (inputs(23, 2), {"chunk": 0}, ConfigError),
     ],
-    ids=["no steps", "one dimension", "resets", "chunk"],
+    ids=["no steps", "resets", "chunk"],
 )
 def test_what_cannot_be_rolled_out_is_refused(
     x: Tensor, options: dict[str, Any], error: type[Exception]
@@ -178,22 +177,6 @@ def test_what_cannot_be_rolled_out_is_refused(
         tt.rollout(named("hides-layer").net(), x, **options)
     with pytest.raises(ModelError):
         tt.rollout(nn.LSTM(FEATURES, HIDDEN), inputs(5, 2))  # pyright: ignore[reportArgumentType]
-
-
-def test_rollout_is_part_of_a_larger_graph() -> None:
-    """An encoder before, and another rollout of the same net from where it was."""
-    net, found = named("hides-layer").net(), list[Weights]()
-    for play in (whole(net), rolled(net, chunk=3)):
-        torch.manual_seed(1)
-        net.zero_grad()
-        encoder = nn.Linear(FEATURES, FEATURES).double()
-        x = encoder(inputs(30, 2))
-        y, state = play(x, None, None)
-        again, end = play(x.flip(0), state, None)
-        (again.square().mean() + y[3:5].sum() * of_end(y, end)).backward()
-        found.append(gradients(net) | {f"encoder.{k}": g for k, g in gradients(encoder).items()})
-    assert apart(found[1], found[0]) < EXACT
-    assert all(g.abs().max() > 1e-9 for g in found[0].values())
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -305,15 +288,3 @@ def test_the_state_of_the_end_of_an_episode_is_not_stored_for_its_start() -> Non
         return layer(x, stale, starts & (torch.arange(len(x)) > 0)[:, None])
 
     assert "acting" in check(play)
-
-
-def test_a_rollout_that_shows_nothing_is_refused() -> None:
-    inputs, starts, state = rollout()
-    for refused in (
-        (inputs, torch.zeros_like(starts), state),
-        (inputs[:, :1], starts[:, :1], state[:, :1]),
-    ):
-        with pytest.raises(DataError, match="give a rollout of two"):
-            tt.testing.check_rollout(gru(), *refused)
-    with pytest.raises(DataError, match="nothing is checked"):
-        tt.testing.check_rollout(lambda x, h, _: (x, h), inputs, starts, state)

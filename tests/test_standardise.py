@@ -38,18 +38,13 @@ def test_a_step_is_standardised_by_the_steps_so_far(steps: int, length: int, see
     assert state["count"].tolist() == [[min(length, steps)]] * 2
 
 
-def test_a_column_that_does_not_change_is_zero() -> None:
-    y, _ = Standardise(1, steps=9)(torch.full((20, 1, 1), 1e6))
-    assert y.abs().max() == 0
-
-
 def test_chunks_and_resets_give_what_each_recording_alone_gives() -> None:
     net = tt.carry(nn.Sequential(Standardise(3, steps=10), nn.GRU(3, 5))).double()
     laws = tt.testing.check_carry(net, sensors(28, 2).double())
     assert max(law.deviation for law in laws) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["net.onnx", "net.c", "net.js"])
+@pytest.mark.parametrize("name", ["net.onnx", "net.js"])
 def test_exported_files_count_as_the_net_does(name: str, tmp_path: Path) -> None:
     """Each file is verified against the net; ONNX and a live net also step by step."""
     x = sensors(300)
@@ -81,21 +76,21 @@ def test_the_layer_of_a_stream_has_the_statistics_that_it_asks_for() -> None:
     """Mutants: the deviation of one recording, and statistics of the inputs for targets."""
     data = [(x, x[:, :1] * 3 + 7) for x, _ in recordings(2, 3)]
     inputs, targets = (np.concatenate([pair[i] for pair in data]).astype(float) for i in (0, 1))
-    streams = {how: tt.Stream(data, 1, 100, standardise=how) for how in ("split", "recording")}
-    split = tt.nn.Standardise.of(streams["split"]).double()
-    expected = (inputs - inputs.mean(0)) / inputs.std(0)
-    np.testing.assert_allclose(split(torch.from_numpy(inputs)), expected, atol=1e-3)
-    units = tt.nn.Standardise.of(streams["split"], "targets").double()
+    split = tt.Stream(data, 1, 100, standardise="split")
+    z = (inputs - inputs.mean(0)) / inputs.std(0)
+    layer = tt.nn.Standardise.of(split).double()
+    np.testing.assert_allclose(layer(torch.from_numpy(inputs)), z, atol=1e-3)
     z = (targets - targets.mean(0)) / targets.std(0)
+    units = tt.nn.Standardise.of(split, "targets").double()
     np.testing.assert_allclose(units(torch.from_numpy(z)), targets, atol=1e-3)
-    for recording, (x, _) in zip(streams["recording"].recordings, data, strict=True):
+    alone = tt.Stream(data, 1, 100, standardise="recording").recordings
+    for recording, (x, _) in zip(alone, data, strict=True):
         z = (x - x.mean(0)) / x.std(0)
-        np.testing.assert_allclose(recording.read(0, 900).inputs, z, atol=1e-3)
-        np.testing.assert_allclose(recording.read(5, 9).inputs, z[5:9], atol=1e-3)
+        np.testing.assert_allclose(recording.read(5, 900).inputs, z[5:], atol=1e-3)
     assert isinstance(tt.nn.Standardise.of(tt.Stream(data, 1, 100)), nn.Identity)
 
 
-def test_whole_recordings_are_standardised_wherever_they_are_played_whole() -> None:
+def test_whole_recordings_are_standardised_wherever_they_are_played_whole(tmp_path: Path) -> None:
     data = recordings(3, 3)
     stream = tt.Stream(data, 3, 100, standardise="recording")
     layer = nn.GRU(3, 2)
@@ -109,9 +104,13 @@ def test_whole_recordings_are_standardised_wherever_they_are_played_whole() -> N
     with pytest.raises(ModelError, match="another standardisation or none"):
         tt.evaluate(net, tt.Stream(data, 3, 100), loss_fn)
     live = tt.Predictor(net)
-    for play, x in ((live.step, np.zeros((1, 3))), (live, np.zeros((9, 1, 3)))):
+    for play in (
+        lambda: live.step(np.zeros((1, 3))),
+        lambda: live(np.zeros((9, 1, 3))),
+        lambda: tt.export(net, tmp_path / "net.onnx", inputs=torch.zeros(9, 3)),
+    ):
         with pytest.raises(ModelError, match="Train it with --standardise first:400"):
-            play(x)
+            play()
 
 
 @pytest.mark.parametrize("how", ["split", "recording", "first:400"])
@@ -121,12 +120,11 @@ def test_a_net_without_the_layer_of_its_stream_is_refused(how: str) -> None:
         tt.updates(tt.carry(nn.GRU(3, 2)), stream, nn.MSELoss(), gradient=tt.Truncated(100))
 
 
-@pytest.mark.parametrize("how", ["split", "recording", "first:100"])
-def test_a_loop_that_standardises_resumes_to_the_bit(how: str) -> None:
+def test_a_loop_that_standardises_resumes_to_the_bit() -> None:
     """Mutant: a layer that `tt.carry` has to try takes another way in the first update."""
 
     def losses(count: int, saved: dict[str, Any]) -> list[Any]:
-        stream = tt.Stream(recordings(0, 3), 3, 50, standardise=how)
+        stream = tt.Stream(recordings(0, 3), 3, 50, standardise="first:100")
         torch.manual_seed(0)
         layers = tt.nn.Standardise.of(stream), tt.nn.GRU(3, 6), nn.Linear(6, 2)
         net = tt.carry(nn.Sequential(*layers))
@@ -149,7 +147,7 @@ def test_a_loop_that_standardises_resumes_to_the_bit(how: str) -> None:
 
 def test_standardisation_that_a_stream_cannot_have_is_refused() -> None:
     x = np.zeros((9, 2))
-    for how in ("first", "first:0", "first:-3", "all", ""):
+    for how in ("first:0", "all"):
         with pytest.raises(DataError, match="expected 'split', 'recording', 'first:N'"):
             tt.Stream(x, 1, 5, standardise=how)
     with pytest.raises(DataError, match="no statistics of static features"):
@@ -170,50 +168,33 @@ def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:
     data = [{"inputs": np.random.default_rng(0).normal(9, 3, (90, 3)), "targets": np.ones((90, 1))}]
 
     def played(how: str, *layers: nn.Module) -> None:
+        net = tt.carry(nn.Sequential(*layers))
         stream = tt.Stream(data, lanes=1, chunk=30, standardise=how)
-        net, gradient = tt.carry(nn.Sequential(*layers)), tt.Truncated(30)
-        next(iter(tt.updates(net, stream, nn.MSELoss(), gradient=gradient)))
+        next(iter(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(30))))
 
-    split = tt.Stream(data, lanes=1, chunk=30, standardise="split")
+    split = Standardise.of(tt.Stream(data, lanes=1, chunk=30, standardise="split"), "targets")
     with pytest.raises(ModelError, match="another standardisation or none"):
-        played("split", nn.GRU(3, 1), Standardise.of(split, "targets"))
+        played("split", nn.GRU(3, 1), split)
     with pytest.raises(ModelError, match="another standardisation or none"):
         played("first:40", Standardise(3, steps=20), nn.GRU(3, 1))
     played("first:40", Standardise(3, steps=40), nn.GRU(3, 1))
 
 
-@pytest.mark.parametrize("steps", [200, 300, 1000])
-def test_rounding_is_no_deviation_of_a_constant_column(steps: int) -> None:
-    data = [{"inputs": np.full((steps, 1), 0.7)}]
-    stream = tt.Stream(data, lanes=1, chunk=steps, standardise="recording")
+def test_rounding_is_no_deviation_of_a_constant_column() -> None:
+    data = [{"inputs": np.full((300, 1), 0.7)}]
+    stream = tt.Stream(data, lanes=1, chunk=300, standardise="recording")
     assert next(iter(stream)).inputs.abs().max() < 1e-12
 
 
-def test_recordings_of_several_widths_have_no_common_statistics() -> None:
-    data = [{"inputs": np.ones((50, width))} for width in (3, 1)]
-    stream = tt.Stream(data, lanes=1, chunk=10, standardise="split")
-    with pytest.raises(DataError, match="has 1 columns of inputs, those before it 3"):
-        Standardise.of(stream)
-
-
-def test_a_model_refuses_inputs_of_another_width(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    generator = np.random.default_rng(0)
-    for name in "ab":
-        x = generator.normal(size=(200, 2))
-        np.savez(tmp_path / "data" / f"{name}.npz", x=x, y=x[:, 0] > 0)
-    words = ["--inputs", "x", "--targets", "y", "--updates", "2", "--lanes", "1"]
-    run("train", tmp_path / "data", *words, "--out", tmp_path / "out")
-    np.savez(tmp_path / "narrow.npz", x=generator.normal(size=(200, 1)))
-    complaint = run("predict", tmp_path / "out", tmp_path / "narrow.npz", ok=False)
-    assert "has 1 input columns, expected 2" in complaint.replace("\n", " ")
-
-
-def test_a_run_does_not_go_on_with_columns_of_other_names(tmp_path: Path) -> None:
+def test_other_columns_than_those_trained_on_are_refused(tmp_path: Path) -> None:
     rows = "\n".join(f"{t % 7},{t % 5},{t % 3}" for t in range(300))
     data, out = tmp_path / "machine.csv", tmp_path / "out"
     data.write_text(f"speed,load,heat\n{rows}\n")
     run("train", data, *("--targets", "heat", "--task", "regress"), "--updates", "2", "--out", out)
+    other = tmp_path / "other.csv"
+    other.write_text("speed,heat\n" + "1,2\n" * 300)
+    complaint = run("predict", out, other, ok=False).replace("\n", " ")
+    assert "inputs ['speed', 'load'] asked for, the file has" in complaint
     data.write_text(f"wind,load,heat\n{rows}\n")
     complaint = run("train", "--resume", out, "--updates", "4", ok=False)
     assert "inputs were ('speed', 'load') and are now ('wind', 'load')" in complaint

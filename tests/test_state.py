@@ -72,30 +72,11 @@ def equal(a: Any, b: Any) -> bool:
 
 @every_tree
 def test_map_keeps_structure_and_sees_every_leaf(make: Callable[[int], Any]) -> None:
-    tree, seen = make(3), list[Tensor]()
-
-    def zero(leaf: Tensor) -> Tensor:
-        seen.append(leaf)
-        return torch.zeros_like(leaf)
-
-    zeros = tt.state.map_leaves(zero, tree)
+    tree = make(3)
+    zeros = tt.state.map_leaves(torch.zeros_like, tree)
     assert same_structure(tree, zeros)
-    assert all(p is q for p, q in zip(seen, tt.state.tensors(tree), strict=True))
     assert not any(leaf.any() for leaf in tt.state.tensors(zeros))
-    assert not equal(tree, zeros)
     assert equal(tt.state.map_leaves(lambda a, _: a, tree, zeros), tree)
-
-
-@every_tree
-def test_detach_shares_values_and_drops_the_graph(make: Callable[[int], Any]) -> None:
-    tree = tt.state.map_leaves(
-        lambda leaf: leaf.requires_grad_() * 2 if leaf.is_floating_point() else leaf, make(3)
-    )
-    values = tt.state.detach(tree)
-    assert equal(tree, values)
-    assert not any(leaf.requires_grad for leaf in tt.state.tensors(values))
-    shared = zip(tt.state.tensors(tree), tt.state.tensors(values), strict=True)
-    assert all(p.data_ptr() == q.data_ptr() for p, q in shared)
 
 
 @every_tree
@@ -162,45 +143,27 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
 
-@pytest.mark.parametrize("content", [b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"])
-def test_unreadable_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    path.write_bytes(content)
-    with pytest.raises(
-        StateError,
-        match=rf"{re.escape(str(path))}: cannot be read as a state .* that tt\.state\.save wrote",
-    ):
+    path.write_bytes(b"not safetensors at all")
+    with pytest.raises(StateError, match=rf"{re.escape(str(path))}: cannot be read as a state"):
         tt.state.load(path, numbers(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("tree", "where"),
-    [(3, "the state is a int"), ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str")],
-    ids=["root", "nested"],
-)
-def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> None:
-    with pytest.raises(StateError, match=where):
-        list(tt.state.leaves(tree))
-    with pytest.raises(StateError, match=where):
-        tt.state.detach(tree)
+def test_leaf_that_is_no_tensor_is_refused_by_path() -> None:
+    with pytest.raises(StateError, match=r"state leaf 'h\.1' is a str"):
+        tt.state.detach({"h": [torch.ones(1), "x"]})
 
 
-@pytest.mark.parametrize(
-    ("other", "names"),
-    [
-        ({"cell": (torch.ones(2),)}, ["cell.1"]),
-        ({"cell": (torch.ones(2), (torch.ones(2),))}, ["cell.1", "cell.1.0"]),
-    ],
-)
-def test_states_of_different_structure_are_refused_by_path(other: Any, names: list[str]) -> None:
-    state = {"cell": (torch.ones(2), torch.ones(2))}
+def test_states_of_different_structure_are_refused_by_path() -> None:
+    state, other = {"cell": (torch.ones(2), torch.ones(2))}, {"cell": (torch.ones(2),)}
     refused: list[Callable[[], Any]] = [
         lambda: tt.state.stack([state, other]),
         lambda: tt.state.reset(state, other, torch.tensor([True, False])),
         lambda: tt.state.arranged(other, state),
     ]
     for call in refused:
-        with pytest.raises(StateError, match=rf"only one .* leaves {re.escape(str(names))}"):
+        with pytest.raises(StateError, match=r"only one .* leaves \['cell\.1'\]"):
             call()
 
 
@@ -210,23 +173,12 @@ def test_lanes_that_do_not_fit_are_refused() -> None:
         lambda: tt.state.lanes({"a": numbers(2, 3), "b": [numbers(3, 3)]}),
         lambda: tt.state.lanes({"a": torch.tensor(1.0)}),
         lambda: tt.state.select(three, [0, 3]),
-        lambda: tt.state.select(three, torch.tensor([True, False, True])),
         lambda: tt.state.stack([three, torch.zeros(3, 2)]),
         lambda: tt.state.reset(three, three, torch.tensor([True])),
     ]
     for call in refused:
         with pytest.raises(StateError):
             call()
-    assert tt.state.lanes(()) is None
-
-
-def test_names_and_tensors_that_are_shared(tmp_path: Path) -> None:
-    """Two keys of one name are refused; a tensor held twice is saved twice."""
-    h, path = torch.randn(2, 3), tmp_path / "s"
-    with pytest.raises(StateError, match=r"both called 'a\.b'"):
-        tt.state.save({"a.b": h, "a": {"b": h}}, path)
-    tt.state.save((h, h), path)
-    assert all(torch.equal(leaf, h) for leaf in tt.state.load(path, (h, h)))
 
 
 def test_load_lists_every_difference(tmp_path: Path) -> None:

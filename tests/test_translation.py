@@ -1,6 +1,5 @@
 """The Chinese pages: nothing stale, the same code as in English, the words of the glossary."""
 
-import importlib
 import os
 import re
 import shutil
@@ -104,16 +103,6 @@ def test_a_chinese_page_has_the_code_of_the_english_one(
 def messages(name: str) -> dict[str, str]:
     with (CATALOGS / f"{name}.po").open("rb") as file:
         return {str(entry.id): str(entry.string) for entry in read_po(file) if entry.id}
-
-
-def test_the_labels_of_the_pictures_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS)
-    pictures = [path.read_text(encoding="utf-8") for path in DOCS.rglob("pictures/*.svg")]
-    labels = importlib.import_module("_translation").labels
-    drawn = {label for svg in pictures if "var(--paper" in svg for label in labels(svg)}
-    catalog = messages("pictures")
-    assert set(catalog) == drawn
-    assert all(text.count("{}") == label.count("{}") for label, text in catalog.items())
 
 
 def sections(page: str) -> list[str]:

@@ -58,12 +58,6 @@ def test_chunks_that_are_not_adjacent_are_refused(source: Callable[[], Any], rea
         refused(source())
 
 
-def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
-    chunks = list(tt.Stream(recordings([10, 5, 5, 10, 5, 7]), lanes=2, chunk=5))
-    assert sum(int(chunk.resets[0].sum()) for chunk in chunks) > 2
-    refused(chunks)
-
-
 @pytest.mark.parametrize("policy", [tt.Truncated(3), tt.Truncated(3, 10)], ids=str)
 def test_stride_without_valid_step_yields_nothing_but_carries_the_state(policy: Any) -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)

@@ -16,23 +16,18 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ModelError
 
 CPU = torch.device("cpu")
 LENGTHS = (130, 70, 100)
 MSE, TRUNCATED = nn.MSELoss(), tt.Truncated(20, horizon=45)
 
 
-def recordings(classes: int = 0, *, masked: bool = False) -> list[dict[str, Tensor]]:
+def recordings() -> list[dict[str, Tensor]]:
     drawn = torch.Generator("cpu").manual_seed(0)
     result: list[dict[str, Tensor]] = []
     for n in LENGTHS:
         x = torch.randn(n, 3, generator=drawn, device="cpu")
         y = torch.randn(n, generator=drawn, device="cpu")
-        if masked:
-            y[torch.rand(n, generator=drawn, device="cpu") > 0.7] = torch.nan
-        if classes:
-            y = torch.randint(classes, (n,), generator=drawn, device="cpu")
         result.append({"inputs": x, "targets": y})
     return result
 
@@ -59,15 +54,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return [*net.parameters()]
-
-
-def masked_targets(device: torch.device) -> list[Any]:
-    net = tt.carry(module_of(device=device))
-    values = list[Any]()
-    for update in tt.updates(net, stream_of(recordings(masked=True)), MSE, gradient=TRUNCATED):
-        y, targets = update.chunk.valid_pairs(update.outputs)
-        values += [(y - targets).abs().mean(), update.chunk.mask.sum(), update.chunk.resets.sum()]
-    return values
 
 
 def checkpoints_between_devices(device: torch.device) -> list[Any]:
@@ -104,15 +90,8 @@ def a_predictor_whose_net_moves(device: torch.device) -> list[Any]:
     return [*values, predictor(x[:20]), predictor.step(x[20].to(device)), predictor.step(x[21])]
 
 
-def resets_on_the_host(device: torch.device) -> list[Any]:
-    net, x = tt.carry(module_of(device=device)), recordings()[0]["inputs"].unsqueeze(1)
-    resets = torch.zeros(len(x), 1, dtype=torch.bool, device="cpu")
-    resets[30] = True
-    return [net(x.to(device), net.initial_state(1), resets)[0]]
-
-
 SCRIPTS: list[Callable[[torch.device], list[Any]]] = [
-    *(masked_targets, checkpoints_between_devices, a_predictor_whose_net_moves, resets_on_the_host),
+    *(checkpoints_between_devices, a_predictor_whose_net_moves),
 ]
 
 
@@ -153,31 +132,3 @@ def test_updates_are_the_same_with_a_default_device(policy: Any) -> None:
             return train(tt.carry(module_of(device=device)), stream_of(lanes=1), gradient=policy)
 
     assert_equal_on_both(script)
-
-
-def test_measurements_are_the_same_with_a_default_device() -> None:
-    def script(device: torch.device) -> list[Any]:
-        data, net = recordings(), tt.carry(module_of(device=device))
-        with default_device(device):
-            audit = tt.audit(net, stream_of(data, lanes=1), MSE, horizons=(5, 20))
-            reach = tt.reach(net, stream_of(data, lanes=1), MSE, max_lag=10, anchors=4)
-            scores = tt.evaluate(net, data, MSE, metrics=tt.metrics.Regression())
-            predictor = tt.Predictor(net, on_nan="hold")
-            x = data[0]["inputs"][:30].unsqueeze(1).clone()
-            x[3] = torch.nan
-            held = predictor(x)
-            assert tt.testing.check_carry(net, torch.randn(28, 2, 3))
-            tt.testing.check_no_leak(stream_of(data), net)
-            start = tt.settling_time(net, data[0]["inputs"], span=20).scale
-        biases = [row.bias for row in audit.rows]
-        return [*biases, reach.loss, scores.loss, *scores.metrics.values(), held, start]
-
-    assert_equal_on_both(script)
-
-
-def test_inputs_elsewhere_are_refused_with_the_line_to_write() -> None:
-    net, x = tt.carry(module_of(device=DEVICE)), recordings()[0]["inputs"].unsqueeze(1)
-    for _ in range(2):  # before the net has been tried, and after
-        with pytest.raises(ModelError, match=r"the inputs are on cpu, .* x\.to\('mock:0'\)"):
-            net(x, net.initial_state(1))
-        net(x.to(DEVICE), net.initial_state(1))

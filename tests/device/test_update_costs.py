@@ -204,18 +204,3 @@ def test_an_evaluation_reads_a_fixed_number_for_each_recording(metrics: Any) -> 
     assert first == second
     # one for the loss, and two for the metrics of all recordings and of each of three
     assert first <= 1 + (0 if metrics is None else 4 * 2)
-
-
-def test_metrics_of_a_device_refuse_when_they_are_read() -> None:
-    outputs = torch.zeros(4, 2, device=DEVICE)
-    score = tt.metrics.Classification(2)
-    score.update(outputs, torch.tensor([0, 1, 2, 0], device=DEVICE))
-    other = tt.metrics.Classification(2)
-    other.merge(score)
-    for metric in (score, other):
-        with pytest.raises(tt.errors.DataError, match="1 target is no class"):
-            metric.compute()
-    score = tt.metrics.Classification(2)
-    score.update(outputs * torch.nan, torch.tensor([0, 1, 1, 0], device=DEVICE))
-    with pytest.raises(tt.errors.DataError, match="hold NaN"):
-        score.compute()
