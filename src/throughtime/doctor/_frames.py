@@ -15,7 +15,7 @@ from sys import _getframe as current_frame
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime.doctor._graph import storage_of
 
@@ -40,7 +40,7 @@ NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
 INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
-MAX_ITEMS = 32  # items searched per container
+MAX_ITEMS = 64  # items searched per container
 
 
 class Instruction(NamedTuple):
@@ -135,25 +135,6 @@ def call_site(frame: FrameType | None) -> int:
     return hash(tuple((id(each.f_code), each.f_lineno) for each in user_frames(frame)))
 
 
-def called_by_trainer(frame: FrameType | None) -> bool:
-    """Whether Lightning or Ignite code is between this frame and the user's."""
-    trainers = ("lightning.", "pytorch_lightning.", "ignite.")
-    while frame and file_owner(frame.f_code.co_filename) != USER:
-        if str(frame.f_globals.get("__name__", "")).startswith(trainers):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def error_chain(error: BaseException) -> list[BaseException]:
-    """An error and its causes."""
-    chain = [error]
-    for each in chain:
-        others = (each.__cause__, each.__context__)
-        chain += [e for e in others if e and all(e is not known for known in chain)]
-    return chain
-
-
 def variable_path(
     matches: Callable[[Any], bool], frame: FrameType | None, depth: int = MAX_PATH_DEPTH
 ) -> str:
@@ -221,18 +202,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     None of a deque of limited length, which never holds too much.
     """
     if isinstance(value, dict):
-        items = [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), MAX_ITEMS)]
+        items = ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (tuple, list, set, deque)):
         is_limited = isinstance(value, deque) and value.maxlen is not None
-        first = itertools.islice(value, 0 if is_limited else MAX_ITEMS)
-        items = [(f"[{i}]", item) for i, item in enumerate(first)]
-    elif isinstance(value, nn.Module):
-        tensors, parts = value.named_buffers(recurse=False), value.named_children()
-        names = vars(value) | dict(tensors) | dict(parts)
-        items = [(f".{k}", item) for k, item in names.items() if k not in {"_buffers", "_modules"}]
+        items = ((f"[{i}]", item) for i, item in enumerate([] if is_limited else value))
     elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
-        first = itertools.islice(vars(value).items(), MAX_ITEMS)
-        items = [(f".{key}", item) for key, item in first]
+        names = dict(vars(value))
+        for parts in ("_buffers", "_modules"):  # of a module
+            names |= names.pop(parts, {})
+        items = ((f".{name}", item) for name, item in names.items())
     else:
-        items = []
-    yield from items
+        return
+    yield from itertools.islice(items, MAX_ITEMS)

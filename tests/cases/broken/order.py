@@ -11,37 +11,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
-class Tide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru = nn.GRU(2, 8)  # <- TT209
-        self.height = nn.Linear(8, 1)
-
-    def forward(self, x, h):
-        y, h = self.gru(x, h)  # <- TT209
-        return self.height(y), h
-
-
-def batches_taken_for_time():
-    """The loader's windows are (lanes, time, features) and the GRU lacks batch_first=True: it runs
-    along the lanes, and carries a state for each place in the window.
-    """
-    torch.manual_seed(1209)
-    time = torch.linspace(0, 30, 181)
-    wind = torch.stack([torch.sin(time + k) for k in range(4)])
-    wind = torch.stack([wind, wind.cos()], -1)
-    height = wind.sum(-1, keepdim=True).tanh()
-    net, h = Tide(), None
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for i in range(0, 180, 15):
-        estimate, h = net(wind[:, i : i + 15], h)  # <- TT209
-        h = h.detach()
-        loss = nn.functional.mse_loss(estimate, height[:, i + 1 : i + 16])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def chunks_in_random_order():
     """The chunks of a stream are visited in the order of torch.randperm, and h goes from one to
     the next as if they touched.
@@ -224,37 +193,6 @@ def ignite_random_sampler():
     loader = DataLoader(windows, batch_size=1, sampler=RandomSampler(windows))  # <- TT207
     trainer = Engine(Step())
     print(trainer.run(loader, max_epochs=1).output)  # <- TT207
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, 8, batch_first=True)  # <- TT209
-        self.fc = nn.Linear(8, 2)
-
-    def forward(self, x, state=None):
-        out, state = self.lstm(x, state)  # <- TT209
-        return self.fc(out), state
-
-
-def lanes_and_steps_swapped():
-    """The stream is (time, lanes, features), the layer is told batch_first=True: it runs along the
-    lanes and carries one state for every step of the chunk.
-    """
-    torch.manual_seed(1020)
-    time = torch.linspace(0, 20, 181).view(-1, 1, 1)
-    waves = torch.cat([torch.sin(time + k) for k in range(5)], dim=1)
-    waves = torch.cat([waves, waves.roll(7, 0)], dim=2)
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    state = None
-    for i in range(0, 180, 12):
-        prediction, state = net(waves[i : i + 12], state)  # <- TT209
-        state = tuple(s.detach() for s in state)
-        loss = nn.functional.mse_loss(prediction, waves[i + 1 : i + 13])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 def lanes_fewer_than_states():
@@ -570,32 +508,6 @@ def reviews_share_a_state():
             nn.utils.clip_grad_norm_(net.parameters(), 5)
             optimizer.step()
         print(epoch, loss.item())
-
-
-class Gestures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.head = nn.GRU(4, 9), nn.Linear(9, 3)
-
-    def forward(self, samples):
-        out, _ = self.gru(samples)  # <- TT209
-        return self.head(out[:, -1])
-
-
-def samples_taken_for_steps():
-    """A loader's samples come first in the batch, where the layer expects the steps."""
-    torch.manual_seed(61)
-    movements = torch.randn(48, 15, 4).cumsum(1)
-    labels = movements[:, :, 0].mean(1).clamp(-1, 1).round().long() + 1
-    loader = DataLoader(TensorDataset(movements, labels), batch_size=8, shuffle=True)
-    model = Gestures()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        for samples, label in loader:
-            loss = nn.functional.cross_entropy(model(samples), label)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
 
 
 class Net2(nn.Module):
