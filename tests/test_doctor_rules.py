@@ -85,7 +85,7 @@ def test_tt302_names_a_step_that_uses_the_same_gradients_again() -> None:
 
 
 def test_tt304_needs_two_steps_after_forward_passes_without_a_backward() -> None:
-    idle = [step(0, lacks=True, call=n, number=n) for n in range(3)]
+    idle = [step(0, lacks=True, number=n) for n in range(3)]
     assert codes(*idle) == {"TT304"}
     assert not codes(idle[0])
 

@@ -104,7 +104,6 @@ class UnitCall:
     training: bool | None
     grad: bool
     ends: Ends | None  # `None` if it is not known what it reads
-    lengths: list[int] = field(default_factory=list)  # of packed data, the steps of each lane
     steps: int = 1
     count: int = 1  # calls of the layer or cell
     origin: "UnitCall | None" = None  # the call that its state comes from,
@@ -131,7 +130,7 @@ class UnitCall:
     @property
     def width(self) -> int:
         """The number of lanes, as far as known."""
-        return 1 if self.lengths or not self.ends else self.ends[0].shape[1]
+        return self.ends[0].shape[1] if self.ends else 1
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -158,15 +157,19 @@ class Calls:
         # weights that are no parameters may be made anew for each call
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
-        ends, lengths = self._ends(inputs, time_dim, args[1] if packed else None)
+        reads = None if packed else self._reads(inputs, inputs.shape[:-1])
+        ends = None
+        if reads is not None:
+            reads = reads.unsqueeze(1) if time_dim is None else reads.movedim(1 + time_dim, 1)
+            reads = reads.reshape(*reads.shape[:2], -1)
+            ends = reads[:, 0], reads[:, min(1, reads.shape[1] - 1)], reads[:, -1]
         root = self.table.root(inputs, new=False)
         own = root and root.behind
         if ends and own and own.unit.key == key and (
-            not own.ends or ends[0][0, 0] in {own.ends[0][0, 0], own.ends[2][0, 0]}
+            not own.ends or int(ends[0][0, 0]) in {int(own.ends[at][0, 0]) for at in (0, 2)}
         ):  # fmt: skip
             ends = None  # its own prediction, which has no place in the data
         call = self._new(key, op, ends)
-        call.lengths = lengths
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
         call.bidirectional = layer and bool(args[8 if packed else 7])
@@ -200,22 +203,6 @@ class Calls:
         root.marks = first, last, numbers.expand(root.shape)
         root.behind, root.learned = call, True
         root.edited = root.cloned = root.cut = False
-
-    def _ends(
-        self, inputs: Tensor, time_dim: int | None, sizes: Tensor | None
-    ) -> tuple[Ends | None, list[int]]:
-        """What inputs are read from, and the steps of each lane of packed ones of these sizes."""
-        reads = self._reads(inputs, inputs.shape[:-1])
-        if reads is None:
-            return None, []
-        if sizes is not None:
-            lengths = [int((sizes > k).sum()) for k in range(min(int(sizes[0]), MAX_LANES))]
-            steps = torch.tensor([[0, min(1, n - 1), n - 1] for n in lengths]).T
-            rows = (sizes.cumsum(0) - sizes)[steps] + torch.arange(len(lengths))
-            return (reads[:, rows[0]], reads[:, rows[1]], reads[:, rows[2]]), lengths
-        reads = reads.unsqueeze(1) if time_dim is None else reads.movedim(1 + time_dim, 1)
-        reads = reads.reshape(*reads.shape[:2], -1)
-        return (reads[:, 0], reads[:, min(1, reads.shape[1] - 1)], reads[:, -1]), []
 
     def _reads(self, tensor: Tensor, shape: Any) -> Tensor | None:
         """The first and the last element that these rows read; `None` if that is not known."""
@@ -382,13 +369,12 @@ class Calls:
             call.known_lanes = []
             if call.ends:
                 (first, _), (second, _), (last, end) = (ends.tolist() for ends in call.ends)
-                lengths = call.lengths or [call.steps] * min(len(first), MAX_LANES)
-                parts = zip(first, second, last, end, lengths, strict=False)
-                lanes = [self._lane(part, count) for *part, count in parts]
+                parts = list(zip(first, second, last, end, strict=True))[:MAX_LANES]
+                lanes = [self._lane(part, call.steps) for part in parts]
                 call.known_lanes = [each for each in lanes if each] if all(lanes) else []
         return call.known_lanes
 
-    def _lane(self, numbers: list[int], count: int) -> Lane | None:
+    def _lane(self, numbers: tuple[int, ...], count: int) -> Lane | None:
         root = self.table.raw.get(numbers[0] // SPAN)
         same = {n // SPAN for n in numbers} == {numbers[0] // SPAN}
         return lane(root, [n % SPAN for n in numbers], count) if root and same else None

@@ -258,8 +258,8 @@ class LoopEvents:
         if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
-        same = [each for each in log.backwards if each.line == backward.line]
-        if backward.retain and len(same) <= MAX_RETAINED:
+        same = [e for e in log.backwards if e.line == backward.line and not e.again]
+        if backward.retain and not backward.again and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
@@ -285,7 +285,7 @@ class LoopEvents:
         grad = grads[0] if grads else None
         last = self._last_grads.get(optimizer, lambda: None)()
         step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
-        step.number, step.call = next_sequence() - 1, log.call
+        step.number = next_sequence() - 1
         step.lacks = not closure and not any(map(_has_values, grads))
         step.repeated = grad is not None and grad is last
         step.lost = -any(map(has_hook, parameters))

@@ -66,11 +66,8 @@ class SourceLine(NamedTuple):
         return f"{self.file.removeprefix(f'{Path.cwd()}{os.sep}')}:{self.line}"
 
 
-class Variable(NamedTuple):
-    """A variable of the user's loop that carries a tensor into an operation."""
-
-    path: str  # empty if unknown
-    line: SourceLine | None = None  # the line of the loop, if it passes it on as an argument
+# the path of a variable, and the line of the loop that passes it on as an argument
+Carrier = tuple[str, SourceLine | None]
 
 
 @cache
@@ -155,13 +152,13 @@ def _path_in(frame: FrameType, matches: Callable[[Any], bool], depth: int = MAX_
     return next(filter(None, paths), "")
 
 
-def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
-    """The variable of the loop that carries a tensor into an operation of this frame or below.
+def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
+    """The variable of the loop that carries a tensor into an operation of this frame.
 
     Functions that receive it as an argument, and the `forward` of a module that keeps it, are
     inside the loop.
     """
-    storage, result, passed = storage_of(tensor), Variable(""), False
+    storage, result, passed = storage_of(tensor), ("", None), False
 
     def matches(value: Any) -> bool:
         return value is tensor or (
@@ -170,20 +167,15 @@ def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
 
     for each in user_frames(frame):
         path, code = _path_in(each, matches), each.f_code
-        if not path:
-            if result.path:
-                break
-            continue
-        result = Variable(path, line_in(each) if passed else None)
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        is_argument = any(
-            _search(value, matches, name, MAX_PATH_DEPTH)
-            for name in arguments
-            if isinstance(value := each.f_locals.get(name), (Tensor, tuple, list, dict))
-        )
-        passed |= is_argument
-        if not (is_argument or code.co_name == "forward"):
+        if not path and result[0]:
             break
+        if path:
+            result = path, line_in(each) if passed else None
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            is_argument = path.split("[")[0] in arguments
+            if not is_argument and code.co_name != "forward":
+                break
+            passed |= is_argument
     return result
 
 

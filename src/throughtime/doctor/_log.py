@@ -12,9 +12,9 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._frames import (
+    Carrier,
     Instruction,
     SourceLine,
-    Variable,
     current_frame,
     variable_path,
 )
@@ -60,7 +60,6 @@ class WeightStep:
     line: SourceLine | None
     chunk: int = 0
     number: int = -1  # the largest sequence number before it
-    call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
     # the line that made the optimizer, if gradients arrived at parameters that none has
@@ -129,7 +128,7 @@ class Log:
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
     )
     # states that entered with a graph of an earlier chunk, by the instruction that took them
-    carried: dict[Instruction, list[Variable]] = field(default_factory=dict)
+    carried: dict[Instruction, list[Carrier]] = field(default_factory=dict)
     # the last result of each chunk that still exists
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
@@ -176,9 +175,10 @@ class Log:
 
     def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
         """The path of a state: as recorded where it entered, or of the first value that matches."""
-        variables = self.carried.get(instruction, []) if instruction else []
-        paths = (variable.path for variable in variables)
-        return next(filter(None, paths), "") or variable_path(matches, current_frame())
+        carriers = self.carried.get(instruction, []) if instruction else []
+        return next((path for path, _ in carriers if path), "") or variable_path(
+            matches, current_frame()
+        )
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""

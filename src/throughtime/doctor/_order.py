@@ -99,11 +99,6 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
         at_start = not any(i for d, i in enumerate(index) if d in whole or not whole)
         if at_start or any(_begins(root, index, d, step) for d in along):
             return "start"
-        shift = a.root.offset - root.offset
-        if a.root.shape == root.shape and follows(
-            a, b._replace(root=a.root, first=b.first + shift)
-        ):
-            return ""  # it may be another form of the same data
         last = read(root)
         if any(follows(each, b) for each in last):
             return "other"

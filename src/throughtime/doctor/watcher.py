@@ -16,7 +16,7 @@ from throughtime.doctor._calls import CELLS, LAYERS, Calls, Operation
 from throughtime.doctor._data import MOVES, RootTable
 from throughtime.doctor._frames import (
     Instruction,
-    carrying_variable,
+    carrier,
     current_frame,
     current_line,
     user_frame,
@@ -239,15 +239,15 @@ class Watcher(TorchFunctionMode):
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
         weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
-        variables = [
-            carrying_variable(t, current_frame())
+        paths = [
+            carrier(t, current_frame())
             for t in op.inputs
             if t.grad_fn
             and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
             and (t.numel() > 1 or weighted)
         ]
-        if variables:
-            self.log.carried[op.instruction] = variables
+        if paths:
+            self.log.carried[op.instruction] = paths
 
 
 def is_replaced() -> bool:

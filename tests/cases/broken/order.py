@@ -321,33 +321,6 @@ def neighbours_side_by_side():
         print(loss.item())
 
 
-def packed_words():
-    """Chunks of running texts are packed in the order of their lengths, another one each time; the
-    states stay in the order of the chunk before.
-    """
-    torch.manual_seed(0)
-    embed, lstm, head = nn.Embedding(20, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 20)
-    parameters = [*embed.parameters(), *lstm.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    texts = torch.randint(20, (5, 200))
-    at, state = [0] * 5, None
-    for _ in range(8):
-        lengths = torch.randint(5, 15, (5,)).tolist()
-        order = sorted(range(5), key=lambda i: -lengths[i])
-        longest = max(lengths)
-        tokens = torch.stack([texts[i, at[i] : at[i] + longest + 1] for i in order])
-        counts = torch.tensor([lengths[i] for i in order])
-        packed = pack_padded_sequence(embed(tokens[:, :-1]), counts, batch_first=True)
-        out, state = lstm(packed, state)  # <- TT206
-        state = tuple(s.detach() for s in state)
-        target = pack_padded_sequence(tokens[:, 1:], counts, batch_first=True).data
-        loss = nn.functional.cross_entropy(head(out.data), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for i in order:
-            at[i] += lengths[i]
-
 
 class Letters(nn.Module):
     def __init__(self):
@@ -542,41 +515,6 @@ def shuffled_windows():
         loss.backward()
         optimizer.step()
 
-
-class Net3(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.fc = nn.GRU(2, 8), nn.Linear(8, 2)
-
-    def forward(self, x, lengths, h):
-        packed = pack_padded_sequence(x, lengths)
-        out, h = self.gru(packed, h)  # <- TT206
-        return self.fc(pad_packed_sequence(out)[0]), h
-
-
-def sorted_for_packing():
-    """The pieces are sorted by length for packing, in another order at every chunk; the state
-    comes back sorted and is never put into the order of the lanes again.
-    """
-    torch.manual_seed(1221)
-    walks = [torch.randn(90, 2).cumsum(0) / 8 for _ in range(4)]
-    position = [0] * 4
-    net = Net3()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    h = torch.zeros(1, 4, 8)
-    for _ in range(6):
-        lengths = torch.randint(6, 14, (4,))
-        lengths, order = lengths.sort(descending=True)
-        pieces = [walks[i][position[i] : position[i] + n + 1] for i, n in zip(order, lengths)]
-        x, y = pad_sequence([p[:-1] for p in pieces]), pad_sequence([p[1:] for p in pieces])
-        prediction, h = net(x, lengths, h.detach())  # <- TT206
-        mask = torch.arange(len(x)).unsqueeze(1) < lengths
-        loss = (prediction - y).square().mean(-1)[mask].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for i, n in zip(order.tolist(), lengths.tolist()):
-            position[i] += n
 
 
 class Sorter(nn.Module):

@@ -153,14 +153,14 @@ def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -
     """States that were carried with the graph of their chunk."""
     past, (entry, name) = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
     entries = dict.fromkeys(_entry(log, state)[0] for state in states)
-    variables = [v for each in entries if each for v in log.carried.get(each, [])]
-    at = next(filter(None, (v.line for v in variables)), line_of(entry) if entry else line)
+    carriers = [each for at in entries if at for each in log.carried.get(at, [])]
+    passed = next((at for _, at in carriers if at), line_of(entry) if entry else line)
     retained = past.retain and change != ""
-    at = past.line if retained else at
+    at = past.line if retained else passed
     details = [change or "A backward has freed that graph."]
     if entry and line_of(entry) != at:
         details.append(f"It enters at {line_of(entry)}.")
-    fix = detach_fix([v.path for v in variables] or [name], losses=int(retained))
+    fix = detach_fix([path for path, _ in carriers] or [name], losses=int(retained))
     code, chunks = "TT102" if retained else "TT101", (past.chunk, log.chunk)
     return Fault(code, at, " ".join(details), name, chunks, fix)
 

@@ -8,7 +8,6 @@ fails does not stop the loop: the doctor stores the exception as `internal_error
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 from throughtime.doctor._frames import (
     INDICES,
@@ -32,6 +31,7 @@ from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
 REPEATS = 2  # steps that show a fault before it is reported
 MAX_STEPS = 8  # that are compared with the last one
 MAX_REACH = 6  # passes behind a retained backward before it is reported
+RESTARTS = 2  # the same at each recording
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
 MAX_HELD_DEPTH = 4  # attributes and indices between a variable and a result that it keeps
@@ -84,9 +84,7 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT304: steps in a row that follow a forward pass but no backward."""
     steps = log.steps_of(event.optimizer, REPEATS + 1)
     idle = all(
-        step.lacks
-        and step.chunk == before.chunk
-        and (step.call, step.number) != (before.call, before.number)
+        step.lacks and step.chunk == before.chunk and step.number != before.number
         for step, before in pairwise(steps)
     )
     if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
@@ -109,31 +107,25 @@ def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
             yield Fault(code, line, after=REPEATS)
 
 
-def retained(log: Log, event: Any) -> Iterator[Fault]:
+def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back."""
     ended = isinstance(event, Close)
-    last = log.backwards if ended else [event]
-    for line in dict.fromkeys(each.line for each in last if each.reach >= 0):
-        same = [e for e in log.backwards if e.line == line and e.reach >= 0]
-        passes = [b for a, b in pairwise([Backward(line), *same]) if a.reach != b.reach]
-        grown = passes[-1:]
-        for each in reversed(passes[:-1]):
-            if each.reach >= grown[0].reach:
-                break
-            grown.insert(0, each)
-        first, last, count = grown[0], grown[-1], len(grown) - 1
-        # recordings whose third chunk reaches back to the first
-        restarts = count == 2 and not ended and first.chunk not in log.crossed
-        at_end = ended and len(passes) - 1 == count >= MIN_REACH
-        if not (count == MAX_REACH or restarts or at_end):
+    for line in dict.fromkeys(each.line for each in (log.backwards if ended else [event])):
+        passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
+        if not passes:
             continue
-        if first.steps == last.steps and log.crossed.isdisjoint(range(first.chunk + 1, log.chunk)):
-            continue  # several losses of one forward
-        paths = [v.path for entered in log.carried.values() for v in entered if v.path]
-        fix = detach_fix(paths, losses=1 + log.several)
-        name = paths[0] if paths else ""
-        detail = f"It reaches {count} passes back."
-        yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
+        last, first = passes[-1], passes[-1 - passes[-1].reach]
+        between = range(first.chunk + 1, log.chunk)
+        if first.steps == last.steps and log.crossed.isdisjoint(between):
+            continue  # several losses of one forward pass
+        # recordings whose third chunk reaches back to the first
+        restarts = last.reach == RESTARTS and not ended and first.chunk not in log.crossed
+        grows = ended and all(a.reach < b.reach for a, b in pairwise(passes))
+        if last.reach == MAX_REACH or restarts or (grows and last.reach >= MIN_REACH):
+            paths = [path for entered in log.carried.values() for path, _ in entered if path]
+            fix = detach_fix(paths, losses=1 + log.several)
+            detail, name = f"It reaches {last.reach} passes back.", next(iter(paths), "")
+            yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
 
 
 def summed(log: Log, _: Backward) -> Iterator[Fault]:
