@@ -181,7 +181,8 @@ class Calls:
         )
         call = self._add(call, states, of_state)
         for i, out in enumerate(op.outputs):
-            marks = self.table.rows(inputs, out.shape) if ends else unknown(out.shape)
+            is_followed = ends and op.func  # not by its hook alone
+            marks = self.table.rows(inputs, out.shape) if is_followed else unknown(out.shape)
             if layer and not i:
                 in_lanes = None if packed or inputs.dim() < 3 else 1 - (time_dim or 0)
                 self._become(self.table.add(out, marks), call, in_lanes, time_dim)
@@ -274,8 +275,8 @@ class Calls:
         unit, log = call.unit, self.log
         roots = [(t, self.table.root(t, new=False)) for t in states]
         pairs = [(t, root) for t, root in roots if root]
-        found = ((t, r, c) for t, r in pairs if (c := _behind(r.behind, unit.key)))
-        state, root, origin = next(found, (None, None, None))
+        origins = ((t, r, c) for t, r in pairs if (c := _behind(r.behind, unit.key)))
+        state, root, origin = next(origins, (None, None, None))
         last = unit.last.get(call.training)
         is_known = not any(each.learned for _, each in pairs)
         if is_known and last and _is_copy(states, last.outputs):

@@ -267,7 +267,9 @@ class RootTable:
             return self.marks(tensor)
         while math.prod(shape[:lead]) > MAX_MARKS:
             lead -= 1
-        if tensor.numel() > MAX_MARKS:  # the first and the last element of each row
+        root = self.root(tensor)
+        is_raw = root is not None and root.marks is None
+        if is_raw or tensor.numel() > MAX_MARKS:  # the first and the last element of each row
             ends = [tensor[(..., *[at] * (tensor.dim() - lead))] for at in (0, -1)]
             pairs = zip(*map(self.marks, ends), strict=True)
             grids = [torch.stack(pair, -1) for pair in pairs]

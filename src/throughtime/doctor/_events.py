@@ -258,7 +258,7 @@ class LoopEvents:
         if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
-        same = [e for e in log.backwards if e.line == backward.line and not e.again]
+        same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
         if backward.retain and not backward.again and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)

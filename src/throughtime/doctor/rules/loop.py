@@ -110,10 +110,9 @@ def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
 def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back."""
     ended = isinstance(event, Close)
-    for line in dict.fromkeys(each.line for each in (log.backwards if ended else [event])):
+    events = log.backwards if ended else [event]
+    for line in dict.fromkeys(each.line for each in events if each.reach >= 0):
         passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
-        if not passes:
-            continue
         last, first = passes[-1], passes[-1 - passes[-1].reach]
         between = range(first.chunk + 1, log.chunk)
         if first.steps == last.steps and log.crossed.isdisjoint(between):
