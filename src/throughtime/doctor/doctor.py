@@ -143,7 +143,8 @@ class Doctor:
             lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
         if error is not None:
-            known = {str(error), *getattr(error, "__notes__", [])}
+            chain = error, error.__cause__ or error.__context__
+            known = {text for e in chain for text in (str(e), *getattr(e, "__notes__", []))}
             for finding in map(str, self.findings):
                 if not known & {finding, NOTE + finding}:
                     error.add_note(NOTE + finding)
