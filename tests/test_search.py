@@ -63,7 +63,7 @@ QUESTIONS = {
     "predict one step at a time LSTM pytorch": "how-to/loop",
     "resume training from checkpoint RNN": "how-to/loop",
     "how to check vanishing gradient": "how-to/trace",
-    "batch_first stateful LSTM": "reference/doctor/TT211",
+    "expected hidden size batch_first": "reference/doctor/TT211",
     "learning rate scheduler": "how-to/loop",
     "early stopping": "reference/command-line",
     "save and load a model": "how-to/loop",
