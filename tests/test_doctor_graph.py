@@ -366,32 +366,11 @@ def tokens_written() -> None:
         token = y.argmax(-1)
 
 
-def dev_losses(keep: Callable[[Tensor], Tensor]) -> float:
-    (gru, head), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 3))
-    total = torch.zeros(())
-    for _ in range(2):
-        for x in torch.randn(3, 10, 2, 3):
-            optimizer.zero_grad()
-            mse_loss(head(gru(x)[0]), x).backward()
-            optimizer.step()
-        total = torch.zeros(())
-        for x in torch.randn(5, 10, 2, 3):
-            total = total + keep(mse_loss(head(gru(x)[0]), x))
-    return total.item()
-
-
 def test_an_evaluation_of_a_vector_or_of_token_ids_with_its_graph_is_found() -> None:
     d = examine(vector_evaluated)
     assert {(f.code, f.line) for f in d.findings} == marks(vector_evaluated)
     d = examine(tokens_written)
     assert [f.code for f in d.findings] == ["TT202"]
-
-
-def test_a_dev_loss_summed_with_its_graphs_is_found() -> None:
-    (finding,) = examine(lambda: dev_losses(lambda loss: loss)).findings
-    assert finding.code == "TT104"
-    assert "torch.no_grad()" in finding.fix
-    assert examine(lambda: dev_losses(torch.Tensor.detach)).findings == ()
 
 
 # Gradients and steps.
@@ -404,25 +383,6 @@ def backward_forgotten() -> None:
         loss = mse_loss(head(gru(x)[0]), x)
         loss.backward  # noqa: B018
         optimizer.step()  # <- TT304
-
-
-def mean_of_means(lengths: list[int]) -> Loop:
-    def loop() -> None:
-        (gru, head), optimizer = models((nn.GRU, 3, 4), (nn.Linear, 4, 3))
-        h, losses = torch.zeros(1, 2, 4), list[Tensor]()
-        for x in STREAM[: sum(lengths)].split(lengths):
-            y, h = gru(x, h.detach())
-            losses.append(mse_loss(head(y), x))
-        optimizer.zero_grad()
-        (sum(losses, torch.zeros(())) / len(losses)).backward()
-        optimizer.step()
-
-    return loop
-
-
-def test_the_mean_of_the_means_of_unequal_chunks_is_found() -> None:
-    assert [f.code for f in examine(mean_of_means([20, 20, 3])).findings] == ["TT301"]
-    assert examine(mean_of_means([20, 20, 20])).findings == ()
 
 
 @pytest.mark.parametrize(

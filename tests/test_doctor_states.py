@@ -592,49 +592,6 @@ def a_state_of_as_many_lanes_as_the_chunk_has_steps() -> None:
         learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
 
 
-@fault
-def next_steps_as_targets_along_the_lanes() -> None:
-    x, rnn, head, h = series(121, 4, 3), nn.GRU(3, 8, batch_first=True), nn.Linear(8, 1), None
-    net = nn.ModuleList([rnn, head])
-    for i in range(0, 120, 10):
-        y, h = rnn(x[i : i + 10], h)  # <- TT209
-        h = h.detach()
-        learn(net, mse(head(y), x[i + 1 : i + 11, :, :1]))
-
-
-@fault
-def tags_of_steps_that_the_layer_takes_for_lanes() -> None:
-    ids, rnn = torch.randint(12, (3, 160)), nn.LSTM(6, 8)
-    embedding, head, state = nn.Embedding(12, 6), nn.Linear(8, 4), None
-    net = nn.ModuleList([embedding, rnn, head])
-    for x, tags in zip(ids.split(20, 1), (ids % 4).split(20, 1), strict=True):
-        y, state = rnn(embedding(x), state)  # <- TT209
-        state = state[0].detach(), state[1].detach()
-        learn(net, nn.functional.cross_entropy(head(y).reshape(-1, 4), tags.reshape(-1)))
-
-
-@fault
-def signals_stacked_as_steps() -> None:
-    time, rnn, head, h = torch.arange(120) / 5, nn.GRU(1, 8), nn.Linear(8, 1), None
-    x = torch.stack([torch.sin(time + k) for k in range(4)]).unsqueeze(-1)
-    y, net = x.roll(-1, 1).tanh(), nn.ModuleList([rnn, head])
-    for i in range(0, 120, 12):
-        out, h = rnn(x[:, i : i + 12], h)  # <- TT209
-        h = h.detach()
-        learn(net, mse(head(out), y[:, i : i + 12]))
-
-
-def test_samples_with_one_label_each_are_not_taken_for_steps() -> None:
-    def loop() -> None:
-        x, labels, net, h = torch.randn(40, 7, 3), torch.randn(40, 1), Net(batch_first=True), None
-        for i in range(0, 40, 8):
-            y, h = net(x[i : i + 8], h)
-            h = h.detach()
-            learn(net, mse(y[:, -1], labels[i : i + 8]))
-
-    assert not [f for f in diagnose(loop) if f.code == "TT209"]
-
-
 @sound
 def shuffled_samples_along_the_lanes() -> None:
     data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
@@ -941,7 +898,7 @@ def an_ensemble_on_one_stream() -> None:
 
 
 REFUSED = {
-    "a_state_of_as_many_lanes_as_the_chunk_has_steps": "TT209",
+    "a_state_of_as_many_lanes_as_the_chunk_has_steps": "TT211",
     "a_smaller_last_batch": "TT211",
 }
 

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from throughtime.doctor._data import (
     EDITS,
     JOINS,
-    MAX_LANES,
+    LANE,
     MOVES,
+    SPAN,
     WRITES,
-    Lane,
     Root,
     RootTable,
-    View,
-    rows_of,
+    unknown,
 )
 from throughtime.doctor._frames import Instruction
-from throughtime.doctor._graph import storage_of
 from throughtime.doctor._log import Log
+from throughtime.doctor._order import Lane, lane
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
+MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
 MAX_PARENTS = 8  # units in one step of a cell by hand
 COPIES_OR_VIEWS = (
     {"detach", "data", "detach_", "to", "float", "double", "half", "clone", "contiguous", "cpu"}
@@ -40,6 +40,11 @@ COPIES_OR_VIEWS = (
     | MOVES
     | JOINS
 )
+
+
+# of the first, the second and the last step `(2, B)`: the numbers of the first and the last element
+# that it reads in each lane
+Ends = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +78,6 @@ class Unit:
     first: "UnitCall | None" = None  # the first call of its pass over the data
     carried: bool = False  # a state entered the next chunk in time
     in_order: bool = False  # the last one did
-    replays: int = 0  # chunks that were read twice, the second time from the state at their end
     jumps: bool = False  # a state jumped in time
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
@@ -82,9 +86,8 @@ class Unit:
     passes_gradients: bool = False  # the loop uses the gradients of its states
     trained: int = 0  # the most calls connected before a backward
     fresh: Any = None  # its chunks that started from one state
-    wrap: Any = None  # its state that entered what it comes from
-    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording,
-    starts: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and the first
+    wrap: Any = None  # the fault of a state that entered what it comes from
+    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -93,18 +96,15 @@ class UnitCall:
 
     unit: Unit
     instruction: Instruction
-    serial: int
+    serial: int  # of its last step
+    number: int  # of its states
     chunk: int
     model_call: int
     batch: tuple[int, int]
     training: bool | None
     grad: bool
-    data: View | None  # the inputs of its first call, without the state,
-    latest: View | None  # of the last one,
-    second: View | None = None  # and of the second
-    dims: tuple[int | None, int | None] = (0, None)  # their dimensions of lanes and of time
+    ends: Ends | None  # `None` if it is not known what it reads
     steps: int = 1
-    batch_sizes: Tensor | None = None  # of packed data, the lanes at each step
     count: int = 1  # calls of the layer or cell
     origin: "UnitCall | None" = None  # the call that its state comes from,
     rows: list[int] | None = None  # the lane in it of each lane,
@@ -118,7 +118,6 @@ class UnitCall:
     before: "UnitCall | None" = None  # the last call of the unit
     graph_steps: int = 0  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
-    inputs: Tensor | None = None  # of a layer, without their graph
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
     run: int = 0  # steps in a row whose state was detached, the last ones
     stepwise: Instruction | None = None  # what detached every step
@@ -127,6 +126,11 @@ class UnitCall:
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
     carries_backward: bool = False  # the state of its backward direction, too
+
+    @property
+    def width(self) -> int:
+        """The number of lanes, as far as known."""
+        return self.ends[0].shape[1] if self.ends else 1
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -142,62 +146,77 @@ class Calls:
     def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
         self.log, self.table, self.rule = log, table, rule
         self.units: dict[Any, Unit] = {}  # by their key
-        self.serials = itertools.count()
-        self.has_layers = False  # a layer or cell of torch is in use
-        self.follows_data = False  # the data of a layer are computed in each chunk,
-        self.chunk_start = 0  # whose first root has this number
+        self.serials = itertools.count(1)
 
     def layer_or_cell(self, op: Operation) -> None:
         """A layer or cell of torch."""
-        self.has_layers = True
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
-        weight, data = weights[0] if layer else weights, self._data(inputs)
+        weight = weights[0] if layer else weights
         # weights that are no parameters may be made anew for each call
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
-        own = data and data.root.behind
-        if own and own.unit.key == key and self._first(own.latest) in {None, self._first(data)}:
-            data = None  # its own prediction, which has no place in the data
-        call = self._new(key, op, data)
-        if packed:
-            call.steps, call.dims, call.batch_sizes = len(args[1]), (None, None), args[1]
-        elif layer:
-            time_dim = int(args[8] and inputs.dim() > 2)
-            call.steps = inputs.shape[time_dim]
-            call.dims = (None if inputs.dim() == 2 else 1 - time_dim), time_dim
-        elif inputs.dim() == 1:
-            call.dims = None, None
-        call.inputs = inputs.detach() if layer else None
+        time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
+        reads = None if packed else self._reads(inputs, inputs.shape[:-1])
+        ends = None
+        if reads is not None:
+            reads = reads.unsqueeze(1) if time_dim is None else reads.movedim(1 + time_dim, 1)
+            reads = reads.reshape(*reads.shape[:2], -1)
+            ends = reads[:, 0], reads[:, min(1, reads.shape[1] - 1)], reads[:, -1]
+        root = self.table.root(inputs, new=False)
+        own = root and root.behind
+        if ends and own and own.unit.key == key and (
+            not own.ends or int(ends[0][0, 0]) in {int(own.ends[at][0, 0]) for at in (0, 2)}
+        ):  # fmt: skip
+            ends = None  # its own prediction, which has no place in the data
+        call = self._new(key, op, ends)
+        if layer:
+            call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
         call.bidirectional = layer and bool(args[8 if packed else 7])
         if self.viewed and self.viewed[0]() is inputs:
             self.rule.on_mixed(self.viewed[1])
         states = [state] if isinstance(state, Tensor) else list(state)
-        of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
-        dims = call.dims
-        # what a front-end computes is followed in all chunks
-        if layer and data and data.root.number >= self.chunk_start:
-            self.follows_data |= data.root.data is not None or bool(data.root.covered)
+        of_state = (
+            (1 if states[0].dim() > 2 else None) if layer else 0 if inputs.dim() > 1 else None
+        )
         call = self._add(call, states, of_state)
         for i, out in enumerate(op.outputs):
-            root = self.table.add(out)
-            root.become(call, of_state)
+            is_followed = ends and op.func  # not by its hook alone
+            marks = self.table.rows(inputs, out.shape) if is_followed else unknown(out.shape)
             if layer and not i:
-                root.lane_dim, root.time_dim = dims
-            root.data = data and rows_of(data, root.shape, whole=False)
-            root.known = root.data is not None
-            root.depth = 1 + (data.root.depth if data else 0)
+                in_lanes = None if packed or inputs.dim() < 3 else 1 - (time_dim or 0)
+                self._become(self.table.add(out, marks), call, in_lanes, time_dim)
+            else:
+                self._become(self.table.add(out, marks), call, of_state)
         call.outputs = [t.detach() for t in (op.outputs[1:] if layer else op.outputs)]
 
-    def _data(self, tensor: Tensor) -> View | None:
-        """What inputs were read from; `None` if that is not known."""
-        view = self.table.view(tensor, new=not tensor.requires_grad)
-        return view if view and (view.root.known or view.root.data is not None) else None
+    def _become(
+        self, root: Root, call: UnitCall, lane_dim: int | None, time_dim: int | None = None
+    ) -> None:
+        """A root holds the result of a call."""
+        numbers = torch.tensor(call.number * SPAN, device="cpu")
+        for dim, unit in ((lane_dim, LANE), (time_dim, 1)):
+            if dim is not None:
+                after = [1] * (len(root.shape) - dim - 1)
+                at = torch.arange(1, root.shape[dim] + 1, device="cpu").view(-1, *after)
+                numbers = numbers + unit * at
+        first, last, _ = root.marks or unknown(root.shape)
+        root.marks = first, last, numbers.expand(root.shape)
+        root.behind, root.learned = call, True
+        root.edited = root.cloned = root.cut = False
+
+    def _reads(self, tensor: Tensor, shape: Any) -> Tensor | None:
+        """The first and the last element that these rows read; `None` if that is not known."""
+        root = self.table.root(tensor, new=not tensor.requires_grad)
+        if not root or not root.known:
+            return None
+        reads = torch.stack(self.table.rows(tensor, tuple(shape))[:2])
+        return reads if reads.flatten()[0] else None
 
     def detached(self, source: Tensor, instruction: Instruction) -> None:
         """A state without its graph, unless the states of other units keep theirs."""
-        view = self.table.view(source, new=False)
-        if source.is_leaf or not view or not (call := view.root.behind):
+        root = self.table.root(source, new=False)
+        if source.is_leaf or not root or not (call := root.behind):
             return
         others = [c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk]
         at = None if any(c.has_graph for c in others) else instruction
@@ -206,19 +225,14 @@ class Calls:
 
     def note_gradients(self, leaves: list[Tensor]) -> None:
         """Note that the loop uses the gradients of tensors that were detached."""
-        for view in (self.table.view(tensor, new=False) for tensor in leaves):
-            if view and view.root.behind:
-                view.root.behind.unit.passes_gradients = True
-
-    def next_chunk(self) -> None:
-        """Drop what the next chunk does not need."""
-        self.chunk_start = next(self.table.numbers)
-        self.table.drop_freed()
+        for root in (self.table.root(tensor, new=False) for tensor in leaves):
+            if root and root.behind:
+                root.behind.unit.passes_gradients = True
 
     def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
         out = op.outputs[0]
-        root = self.table.roots.get(storage_of(out))
+        root = self.table.root(out, new=False)
         if not root or not root.learned or op.name in MOVES | WRITES:
             return
         if out.dim() not in STATE_DIMS or out.numel() < 2:
@@ -227,74 +241,58 @@ class Calls:
         is_method = frame.f_code.co_varnames[:1] == ("self",)
         key = op.instruction, id(frame.f_locals.get("self")) if is_method else 0
         fluid = [t for t in op.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
-        views = [self.table.view(t, new=not t.requires_grad) for t in fluid]
-        pairs = list(zip(fluid, views, strict=True))
-        own = [t for t, v in pairs if self._behind(v, key)]
-        lane_dim = None if out.dim() == 1 else 0
-        data = None
-        for t, v in pairs:
-            fits = lane_dim is None or (t.dim() == out.dim() and len(t) == len(out))
-            learned = any(each.root.learned for other, each in pairs if each and other is not t)
-            is_mask = op.name in EDITS and v and not v.root.learned
+        pairs = [(t, self.table.root(t, new=not t.requires_grad)) for t in fluid]
+        own = [t for t, r in pairs if r and _behind(r.behind, key)]
+        reads = None
+        for t, r in pairs:
+            fits = out.dim() == 1 or (t.dim() == out.dim() and len(t) == len(out))
+            learned = any(each.learned for other, each in pairs if each and other is not t)
+            is_mask = op.name in EDITS and r and not r.learned
             if fits and learned and not is_mask and not any(t is each for each in own):
-                data = data or self._data(t)
-        if not data:
+                reads = self._reads(t, t.shape[: out.dim() > 1]) if reads is None else reads
+        if reads is None:
             return
-        call = self._new(key, op, data, confirmed=bool(own))
-        call.dims = lane_dim, None
+        reads, lane_dim = reads.view(2, -1), None if out.dim() == 1 else 0
+        call = self._new(key, op, (reads, reads, reads), confirmed=bool(own))
         call = self._add(call, own, lane_dim)
-        call.parents = tuple(
-            v.root.behind for v in views if v and v.root.behind not in {None, call}
-        )
-        root.become(call, lane_dim)
-        root.depth = 1 + data.root.depth
-
-    def _behind(self, view: View | None, key: Any) -> UnitCall | None:
-        """The last call of a unit behind a state."""
-        pending, visited = [view and view.root.behind], list[UnitCall]()
-        while pending and len(visited) < MAX_PARENTS:
-            call = pending.pop(0)
-            if not call or call in visited:
-                continue
-            if call.unit.key == key:
-                return call
-            visited.append(call)
-            pending += call.parents
-        return None
+        behind = dict.fromkeys(r.behind for _, r in pairs if r and r.behind)
+        call.parents = tuple(each for each in behind if each is not call)
+        self._become(root, call, lane_dim)
 
     def _new(
-        self, key: Any, op: Operation, data: View | None, *, confirmed: bool = True
+        self, key: Any, op: Operation, ends: Ends | None, *, confirmed: bool = True
     ) -> UnitCall:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
-        before = unit.last.get(log.training)
+        before, serial = unit.last.get(log.training), next(self.serials)
         if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
-        return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
-                    log.training, torch.is_grad_enabled(), data, data, before=before)  # fmt: skip
+        return UnitCall(unit, op.instruction, serial, serial, log.chunk, log.call, log.batch,
+                        log.training, torch.is_grad_enabled(), ends, before=before)  # fmt: skip
 
     def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
         unit, log = call.unit, self.log
-        views = [self.table.view(t, new=False) for t in states]
-        state = next((v for v in views if self._behind(v, unit.key)), None)
-        origin = self._behind(state, unit.key)
+        roots = [(t, self.table.root(t, new=False)) for t in states]
+        pairs = [(t, root) for t, root in roots if root]
+        origins = ((t, r, c) for t, r in pairs if (c := _behind(r.behind, unit.key)))
+        state, root, origin = next(origins, (None, None, None))
         last = unit.last.get(call.training)
-        is_known = not any(v and v.root.learned for v in views)
+        is_known = not any(each.learned for _, each in pairs)
         if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
+        call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
             not t.is_leaf for t in states
         )
-        others = (v.root.behind for v in views if v and v.root.behind)
+        others = (each.behind for _, each in pairs if each.behind)
         call.parents = tuple(c for c in others if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
             log.recurrent = log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             return self._continued(origin, call)
-        if state:
-            is_known = self._rows(call, state, lane_dim)
+        if state is not None and root:
+            is_known = self._rows(call, state, root, lane_dim)
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
@@ -308,7 +306,7 @@ class Calls:
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call
-        call.entered, call.inputs = [], None
+        call.entered = []
         unit.last[call.training] = call
         return call
 
@@ -320,8 +318,12 @@ class Calls:
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
-        call.second = step.data if call.count == 1 else call.second
-        call.steps, call.count, call.latest = call.steps + step.steps, call.count + 1, step.data
+        if call.ends and step.ends:
+            second = step.ends[0] if call.steps == 1 else call.ends[1]
+            call.ends = call.ends[0], second, step.ends[2]
+        else:
+            call.ends = None
+        call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
         call.known_lanes = call.last_detach = None
         return call
@@ -330,77 +332,67 @@ class Calls:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
-        if call.model_call == origin.model_call or not call.data:
+        if call.model_call == origin.model_call or not call.ends:
             return False
-        first, latest, now = map(self._first, (origin.data, origin.latest, call.data))
+        first, latest, now = (
+            int(ends[at][0, 0]) if ends else 0
+            for ends, at in ((origin.ends, 0), (origin.ends, 2), (call.ends, 0))
+        )
         again = now == first != latest
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
-    def _first(self, view: View | None) -> tuple[Root, int] | None:
-        return self.table.element(view.root, view.offset) if view else None
-
-    def _rows(self, call: UnitCall, state: View, lane_dim: int | None) -> bool:
+    def _rows(self, call: UnitCall, state: Tensor, root: Root, lane_dim: int | None) -> bool:
         """Note which lane of the call before each lane of a state comes from, and its step.
 
         Returns:
             Whether all of them come from one call.
         """
-        call.edited, call.cloned = state.root.edited, state.root.cloned
+        call.edited, call.cloned = root.edited, root.cloned
         size = 1 if lane_dim is None else state.shape[lane_dim]
-        at = [state.at({lane_dim: lane}) for lane in range(min(size, MAX_LANES))]
-        elements = [self.table.element(state.root, offset, "state") for offset in at]
-        known = [e for e in elements if e is not None]
-        if len(known) < len(elements) or len({root.call for root, _ in known}) > 1:
+        numbers = self.table.marks(state.detach())[2].movedim(lane_dim or 0, 0)
+        known = numbers.reshape(size, -1)[:MAX_LANES, 0].tolist()
+        if not all(known) or len({n // SPAN for n in known}) > 1:
             return call.edited
-        root = known[0][0]
-        indices = [root.index(offset) for _, offset in known]
-        if root.lane_dim is not None:
-            rows = [index[root.lane_dim] for index in indices]
-            call.rows = rows if len(set(rows)) > 1 or len(rows) == 1 else None
-        if root.time_dim is not None:
-            call.step = indices[0][root.time_dim]
+        rows = [n % SPAN // LANE - 1 for n in known]
+        if min(rows) >= 0 and (len(set(rows)) > 1 or len(rows) == 1):
+            call.rows = rows
+        if step := known[0] % LANE:
+            call.step = step - 1
         return True
 
     def recording(self, call: UnitCall) -> Root | None:
-        """The oldest root known behind the inputs of a call."""
-        if not call.data:
-            return None
-        root, *_ = self._first(call.data) or [call.data.root]
-        while root.covered:
-            root = root.covered[0].root
-        return root
+        """The raw data that a call reads first."""
+        return self.table.raw.get(int(call.ends[0][0, 0]) // SPAN) if call.ends else None
 
     def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
         if call.known_lanes is None:
-            views = [call.data, call.second, call.latest][: 3 if call.count > 1 else 1]
-            parts = [] if None in views else [self._lanes(call, v) for v in views if v]
-            if len({part[0].root for part in parts if part}) > 1:  # each step was computed alone
-                parts = [[up for x in part for up in x.root.covered or [x]] for part in parts]
-            call.known_lanes = parts[0] if parts else []
-            if len(parts) == 3:
-                call.known_lanes = [
-                    a.joined(b, c, call.count) for a, b, c in zip(*parts, strict=False)
-                ]
+            call.known_lanes = []
+            if call.ends:
+                (first, _), (second, _), (last, end) = (ends.tolist() for ends in call.ends)
+                parts = list(zip(first, second, last, end, strict=True))[:MAX_LANES]
+                lanes = [self._lane(part, call.steps) for part in parts]
+                call.known_lanes = [each for each in lanes if each] if all(lanes) else []
         return call.known_lanes
 
-    def swapped_lanes(self, call: UnitCall) -> list[Lane]:
-        """The lanes if those that the layer takes for lanes were steps."""
-        lane_dim, time_dim = call.dims
-        if not call.data or lane_dim is None or call.count > 1:
-            return []
-        shape = call.data.shape
-        lengths = [shape[lane_dim]] * shape[time_dim or 0]
-        return self.table.lanes(call.data, lengths, (time_dim, lane_dim), [])
+    def _lane(self, numbers: tuple[int, ...], count: int) -> Lane | None:
+        root = self.table.raw.get(numbers[0] // SPAN)
+        same = {n // SPAN for n in numbers} == {numbers[0] // SPAN}
+        return lane(root, [n % SPAN for n in numbers], count) if root and same else None
 
-    def _lanes(self, call: UnitCall, view: View) -> list[Lane]:
-        lane_dim, time_dim = call.dims
-        if (sizes := call.batch_sizes) is not None:
-            lengths = [int((sizes > lane).sum()) for lane in range(min(int(sizes[0]), MAX_LANES))]
-            return self.table.lanes(view, lengths, call.dims, (sizes.cumsum(0) - sizes).tolist())
-        steps = 1 if time_dim is None else view.shape[time_dim]
-        return self.table.lanes(view, [steps] * (1 if lane_dim is None else view.shape[lane_dim]),
-                                call.dims, [])  # fmt: skip
+
+def _behind(call: UnitCall | None, key: Any) -> UnitCall | None:
+    """The last call of a unit behind a call, itself included."""
+    pending, visited = [call], list[UnitCall]()
+    while pending and len(visited) < MAX_PARENTS:
+        call = pending.pop(0)
+        if not call or call in visited:
+            continue
+        if call.unit.key == key:
+            return call
+        visited.append(call)
+        pending += call.parents
+    return None
 
 
 def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:

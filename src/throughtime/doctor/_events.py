@@ -2,17 +2,17 @@
 
 import functools
 import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 from torch.utils.data import (
-    DataLoader,
     DistributedSampler,
     RandomSampler,
     SubsetRandomSampler,
@@ -22,7 +22,6 @@ from torch.utils.data import (
 from throughtime.doctor._frames import (
     SourceLine,
     call_site,
-    called_by_trainer,
     current_frame,
     current_line,
     line_in,
@@ -32,7 +31,7 @@ from throughtime.doctor._graph import (
     LoaderIterator,
     has_hook,
     is_transformed,
-    mean_terms,
+    mean_of,
     next_sequence,
     reachable_nodes,
     sequence,
@@ -40,35 +39,18 @@ from throughtime.doctor._graph import (
 from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
-from throughtime.doctor.rules.loop import AT, MIN_UNSENT
+from throughtime.doctor.rules.loop import AT
 from throughtime.doctor.rules.state import StateRule
 from throughtime.doctor.watcher import Watcher, is_replaced, tensors
 
 MAX_NODES = 4_000  # nodes visited in the graph of a backward
+# the calls of a model in training (t), in evaluation with a graph (e) and without one (v), and its
+# steps (s), if a step that follows a validation trains in its mode
+FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
+MAX_PAST = 64  # of these remembered
 MAX_RETAINED = 16  # retained backwards measured in one line
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
-
-
-class Mode(NamedTuple):
-    """The modes in which an outermost module ran."""
-
-    training: bool | None = None  # of its last call
-    trains: bool = False  # called in training since the last step,
-    evaluates: bool = False  # or in evaluation with a graph
-    trained: bool = False  # steps followed a call in training
-    validated: bool = False  # it ran without a graph since its last call in training
-
-    def after_call(self, training: bool) -> "Mode":
-        """The modes after one more call."""
-        graph = torch.is_grad_enabled()
-        return Mode(
-            training,
-            self.trains or training,
-            self.evaluates or (graph and not training),
-            self.trained,
-            not training and (self.validated or not graph),
-        )
 
 
 class LoopEvents:
@@ -87,20 +69,19 @@ class LoopEvents:
         self._in_backward = self._in_step = False
         self._depth = 0  # modules that run now, one inside the other
         self._outermost: nn.Module | None = None  # the one that runs
-        self._modes = weakref.WeakKeyDictionary[nn.Module, Mode]()  # of outermost modules
+        self._past = weakref.WeakKeyDictionary[nn.Module, str]()  # of outermost modules, see above
         self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
         self._hidden = weakref.WeakSet[nn.Module]()  # layers that their model has not registered
-        self._idle = False  # no operation matters until more chunks are watched
-        self._loaders = weakref.WeakKeyDictionary[Any, SourceLine | None]()
-        # by iterator: its number, whether it draws at random, the line of its loader
-        self._iterators = weakref.WeakKeyDictionary[Any, tuple[int, bool, SourceLine | None]]()
+        self._iterators = weakref.WeakKeyDictionary[Any, int]()  # their numbers
         self._numbers = itertools.count(1)
 
     def open(self) -> None:
         """Install the hooks and wrappers, and watch."""
         hooks = (
             modules.register_module_forward_pre_hook(self._before_module),
-            modules.register_module_forward_hook(self._after_module, always_call=True),
+            modules.register_module_forward_hook(
+                self._after_module, with_kwargs=True, always_call=True
+            ),
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
@@ -112,8 +93,6 @@ class LoopEvents:
         self._wrap(torch.optim.Optimizer, "__init__", self._init_optimizer)
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch, "from_numpy", self._from_numpy)
-        self._wrap(DataLoader, "__init__", self._init_loader)
-        self._wrap(DataLoader, "__iter__", self._iterate_loader)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
         self.watcher.__enter__()
 
@@ -144,7 +123,6 @@ class LoopEvents:
             self.watcher.guarded(lambda: self._add(lanes_of_error(error)))
             return
         self.watcher.guarded(self.state.close)
-        self.log.codes = {finding.code for finding in self.findings.items}
         self.emit(Close())
 
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
@@ -171,17 +149,17 @@ class LoopEvents:
         self._set_level()
 
     def _set_level(self) -> None:
-        """Record every operation, or once the chunks are used up those of states and data only."""
-        watcher, over = self.watcher, self.log.chunk >= self._watch_until
-        if over and self.log.chunk % PERIOD == 0:
-            self._watch_until, over = self.log.chunk + AGAIN_CHUNKS, False
-        over = over and not watcher.calls.follows_data
-        if not watcher.full and not over:
+        """Record every operation, or once the chunks are used up the calls of layers only."""
+        watcher, chunk = self.watcher, self.log.chunk
+        if chunk % PERIOD == 0 and chunk >= self._watch_until:
+            self._watch_until = chunk + AGAIN_CHUNKS
+        awake = chunk < self._watch_until
+        if awake and not watcher.awake:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
-        watcher.full, watcher.operations = not over, 0
-        # a state by hand is followed only where every operation is recorded
-        self._idle = over and not watcher.calls.has_layers
-        if not over:
+        watcher.awake = awake
+        watcher.table.complete &= awake
+        watcher.operations = 0
+        if awake:
             watcher.resume()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
@@ -190,12 +168,13 @@ class LoopEvents:
         log = self.log
         if self._depth == 0:
             log.call += 1
-            if self._idle:  # not within a backward, which torch runs with the mode off
+            if not self.watcher.awake:  # not within a backward, which torch runs with the mode off
                 self.watcher.pause()
             log.training, self._outermost = module.training, module
-            before = self._modes.get(module, Mode())
-            self._modes[module] = before.after_call(module.training)
-            if before.training is not module.training:
+            kind = "t" if module.training else "e" if torch.is_grad_enabled() else "v"
+            past = self._past.get(module, "")
+            self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
+            if module.training is not past.rstrip("s").endswith("t"):
                 self._watch(AGAIN_CHUNKS)
         elif (
             log.chunk < FIRST_CHUNKS
@@ -206,10 +185,15 @@ class LoopEvents:
             self._hidden.add(module)
         self._depth += 1
 
-    def _after_module(self, *_: Any) -> None:
-        if not (is_replaced() or self._ignored):
-            self._depth -= self._depth > 0
-            self._outermost = self._outermost if self._depth else None
+    def _after_module(
+        self, module: nn.Module, args: Any, kwargs: Any, result: Any = None
+    ) -> None:  # without kwargs after an error
+        if is_replaced() or self._ignored:
+            return
+        self._depth -= self._depth > 0
+        self._outermost = self._outermost if self._depth else None
+        if not self.watcher.awake and isinstance(module, nn.RNNBase) and result is not None:
+            self.watcher.guarded(self.watcher.record_layer, module, *args, *kwargs.values(), result)
 
     def _eval(self, original: Any, module: nn.Module) -> Any:
         self._evals[module] = current_line()
@@ -218,8 +202,7 @@ class LoopEvents:
     def _init_optimizer(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self._optimizers[optimizer] = current_line()
-        for module, mode in self._modes.items():  # another phase, which may train in evaluation
-            self._modes[module] = mode._replace(trained=False)
+        self._past.clear()  # another phase, which may train in evaluation
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
@@ -234,7 +217,7 @@ class LoopEvents:
             leaves = tensors(kwargs.get("inputs", args[0] if args else ()))
             self.watcher.guarded(self.watcher.calls.note_gradients, leaves)
         backward = Backward(line_in(frame), call_site(frame), bool(retain))
-        backward.used = backward.retain or is_grad or self._idle
+        backward.used = backward.retain or is_grad or not self.watcher.awake
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
@@ -253,7 +236,7 @@ class LoopEvents:
         del roots  # its graph must not live on
         if ends_chunk:
             self.log.next_chunk()
-            self.watcher.guarded(self.watcher.calls.next_chunk)
+            self.watcher.guarded(self.watcher.table.drop_freed)
             backward.boundary = self.log.boundary
             self.emit(backward)
             self._set_level()
@@ -271,21 +254,12 @@ class LoopEvents:
         number = backward.number = sequence(root)
         backward.again = number <= log.boundary
         log.several |= backward.again
-        backward.means = mean_terms(root)
-        if not self.watcher.full:
+        backward.mean = mean_of(root)
+        if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
-        lines = {log.instruction_of(term.number) for term in backward.means}
-        count = len(backward.means)
-        backward.by_chunk = len(lines) == 1 < count and count - 1 in log.continued.values()
-        unsent = {at: each.number for at, each in log.sums.items() if each.passes >= MIN_UNSENT}
-        if unsent:
-            numbers = {
-                *map(sequence, reachable_nodes(root, MAX_NODES, above=min(unsent.values()) - 1))
-            }
-            log.sent |= {at for at in unsent if unsent[at] in numbers}
-        same = [each for each in log.backwards if each.line == backward.line]
-        if backward.retain and len(same) <= MAX_RETAINED:
+        same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
+        if backward.retain and not backward.again and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
@@ -298,40 +272,36 @@ class LoopEvents:
         if not self._ignored and not args[1:] and not kwargs:
             self._in_step = self.watcher.busy = True
 
-    def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._in_step and threading.get_ident() == self._thread:
             self._in_step = self.watcher.busy = False
         if not self._ignored:
             self.log.steps += 1
-            self.watcher.guarded(self._log_step, optimizer)
+            self.watcher.guarded(self._log_step, optimizer, bool(args[1:] or kwargs))
 
-    def _log_step(self, optimizer: Any) -> None:
+    def _log_step(self, optimizer: Any, closure: bool) -> None:
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
         grad = grads[0] if grads else None
         last = self._last_grads.get(optimizer, lambda: None)()
         step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
-        step.number, step.call = next_sequence() - 1, log.call
-        step.lacks = not any(map(_has_values, grads))
+        step.number = next_sequence() - 1
+        step.lacks = not closure and not any(map(_has_values, grads))
         step.repeated = grad is not None and grad is last
         step.lost = -any(map(has_hook, parameters))
-        step.by_trainer = called_by_trainer(current_frame())
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:
             # layers that are not registered, or all of a model, may train in no optimizer
             known = {id(p) for each in self._optimizers for p in parameters_of(each)}
-            models = [*self._hidden, *(self._modes if step.lacks else ())]
+            models = [*self._hidden, *(self._past if step.lacks else ())]
             trained = ({id(p) for p in m.parameters() if p.grad is not None} for m in models)
             if any(ids and not ids & known for ids in trained):
                 step.constructed = source
-        for module, mode in self._modes.items():
+        for module, past in list(self._past.items()):
             if step.parameters & {*map(id, itertools.islice(module.parameters(), 1))}:
-                forgotten = mode.evaluates and not mode.trains and mode.trained and mode.validated
-                if forgotten and _depends_on_mode(module):
+                self._past[module] = past + "s"
+                if FORGOTTEN.search(past + "s") and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
-                self._modes[module] = mode._replace(
-                    trained=mode.trained or mode.trains, trains=False, evaluates=False
-                )
         if grad is not None:
             self._last_grads[optimizer] = weakref.ref(grad)
         self.emit(step)
@@ -348,26 +318,15 @@ class LoopEvents:
         self.watcher.guarded(self.watcher.table.from_array, array, result)
         return result
 
-    def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        original(loader, *args, **kwargs)
-        if not called_by_trainer(current_frame()):
-            self._loaders[loader] = current_line()
-
-    def _iterate_loader(self, original: Any, loader: Any) -> Any:
-        iterator = original(loader)
-        line = self._loaders.get(loader) if called_by_trainer(current_frame()) else None
-        self._watch(AGAIN_CHUNKS)
-        line = line or current_line()
-        self._iterators[iterator] = next(self._numbers), draws_at_random(loader), line
-        return iterator
-
     def _next_batch(self, original: Any, iterator: Any) -> Any:
         log = self.log
-        number, is_random, line = self._iterators.get(iterator, (0, False, None))
+        if iterator not in self._iterators:
+            self._iterators[iterator] = next(self._numbers)
+            self._watch(AGAIN_CHUNKS)
         batch = original(iterator)
-        if number:
-            log.random, log.loader = is_random, line
-            log.batch = number, log.batch[1] + 1
+        log.batch = self._iterators[iterator], log.batch[1] + 1
+        log.loader = current_line()
+        log.random = draws_at_random(iterator._index_sampler)
         return batch
 
 
@@ -390,9 +349,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
     )
 
 
-def draws_at_random(loader: Any) -> bool:
-    """Whether the sampler of a loader does not keep the order of time."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", loader.sampler)
+def draws_at_random(sampler: Any) -> bool:
+    """Whether a sampler, or that of a batch sampler, does not keep the order of time."""
+    sampler = getattr(sampler, "sampler", sampler)
     if isinstance(sampler, DistributedSampler):
         return bool(sampler.shuffle) or sampler.num_replicas > 1
     return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))

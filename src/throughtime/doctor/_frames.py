@@ -15,7 +15,7 @@ from sys import _getframe as current_frame
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime.doctor._graph import storage_of
 
@@ -40,7 +40,7 @@ NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
 INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
-MAX_ITEMS = 32  # items searched per container
+MAX_ITEMS = 64  # items searched per container
 
 
 class Instruction(NamedTuple):
@@ -66,11 +66,8 @@ class SourceLine(NamedTuple):
         return f"{self.file.removeprefix(f'{Path.cwd()}{os.sep}')}:{self.line}"
 
 
-class Variable(NamedTuple):
-    """A variable of the user's loop that carries a tensor into an operation."""
-
-    path: str  # empty if unknown
-    line: SourceLine | None = None  # the line of the loop, if it passes it on as an argument
+# the path of a variable, and the line of the loop that passes it on as an argument
+Carrier = tuple[str, SourceLine | None]
 
 
 @cache
@@ -135,25 +132,6 @@ def call_site(frame: FrameType | None) -> int:
     return hash(tuple((id(each.f_code), each.f_lineno) for each in user_frames(frame)))
 
 
-def called_by_trainer(frame: FrameType | None) -> bool:
-    """Whether Lightning or Ignite code is between this frame and the user's."""
-    trainers = ("lightning.", "pytorch_lightning.", "ignite.")
-    while frame and file_owner(frame.f_code.co_filename) != USER:
-        if str(frame.f_globals.get("__name__", "")).startswith(trainers):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def error_chain(error: BaseException) -> list[BaseException]:
-    """An error and its causes."""
-    chain = [error]
-    for each in chain:
-        others = (each.__cause__, each.__context__)
-        chain += [e for e in others if e and all(e is not known for known in chain)]
-    return chain
-
-
 def variable_path(
     matches: Callable[[Any], bool], frame: FrameType | None, depth: int = MAX_PATH_DEPTH
 ) -> str:
@@ -174,13 +152,13 @@ def _path_in(frame: FrameType, matches: Callable[[Any], bool], depth: int = MAX_
     return next(filter(None, paths), "")
 
 
-def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
-    """The variable of the loop that carries a tensor into an operation of this frame or below.
+def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
+    """The variable of the loop that carries a tensor into an operation of this frame.
 
     Functions that receive it as an argument, and the `forward` of a module that keeps it, are
     inside the loop.
     """
-    storage, result, passed = storage_of(tensor), Variable(""), False
+    storage, result, passed = storage_of(tensor), ("", None), False
 
     def matches(value: Any) -> bool:
         return value is tensor or (
@@ -189,20 +167,15 @@ def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
 
     for each in user_frames(frame):
         path, code = _path_in(each, matches), each.f_code
-        if not path:
-            if result.path:
-                break
-            continue
-        result = Variable(path, line_in(each) if passed else None)
-        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        is_argument = any(
-            _search(value, matches, name, MAX_PATH_DEPTH)
-            for name in arguments
-            if isinstance(value := each.f_locals.get(name), (Tensor, tuple, list, dict))
-        )
-        passed |= is_argument
-        if not (is_argument or code.co_name == "forward"):
+        if not path and result[0]:
             break
+        if path:
+            result = path, line_in(each) if passed else None
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            is_argument = path.split("[")[0] in arguments
+            if not is_argument and code.co_name != "forward":
+                break
+            passed |= is_argument
     return result
 
 
@@ -221,18 +194,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     None of a deque of limited length, which never holds too much.
     """
     if isinstance(value, dict):
-        items = [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), MAX_ITEMS)]
+        items = ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (tuple, list, set, deque)):
         is_limited = isinstance(value, deque) and value.maxlen is not None
-        first = itertools.islice(value, 0 if is_limited else MAX_ITEMS)
-        items = [(f"[{i}]", item) for i, item in enumerate(first)]
-    elif isinstance(value, nn.Module):
-        tensors, parts = value.named_buffers(recurse=False), value.named_children()
-        names = vars(value) | dict(tensors) | dict(parts)
-        items = [(f".{k}", item) for k, item in names.items() if k not in {"_buffers", "_modules"}]
+        items = ((f"[{i}]", item) for i, item in enumerate([] if is_limited else value))
     elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
-        first = itertools.islice(vars(value).items(), MAX_ITEMS)
-        items = [(f".{key}", item) for key, item in first]
+        names = dict(vars(value))
+        for parts in ("_buffers", "_modules"):  # of a module
+            names |= names.pop(parts, {})
+        items = ((f".{name}", item) for name, item in names.items())
     else:
-        items = []
-    yield from items
+        return
+    yield from itertools.islice(items, MAX_ITEMS)

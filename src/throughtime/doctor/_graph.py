@@ -204,29 +204,19 @@ class MeanTerm:
 
     kind: str  # the name of its node
     weight: float
-    count: float  # of elements
-    number: int  # the sequence number of its node
+    count: int  # of elements
 
 
-def mean_terms(root: Any) -> list[MeanTerm]:
-    """Split a loss into a weighted sum of means.
-
-    Empty if the loss is anything else.
-    """
-    terms, stack = list[MeanTerm](), [(root, 1.0)]
-    for node, weight in stack:
-        name = node.name()
-        factor = _factor(node)
-        if (count := _mean_count(node, name)) is not None:
-            terms.append(MeanTerm(name, weight, count, sequence(node)))
-        elif name == "AddBackward0":
-            stack += [(child, weight) for child in children(node)]
-        elif name in {"MulBackward0", "DivBackward0"} and factor:
-            scaled = weight * factor if name == "MulBackward0" else weight / factor
-            stack += [(child, scaled) for child in children(node) if not is_leaf(child)]
-        else:
-            return []
-    return terms
+def mean_of(node: Any) -> MeanTerm | None:
+    """The mean that a loss is, times a number; `None` if it is anything else."""
+    weight = 1.0
+    while (count := _mean_count(node)) is None:
+        name, factor = node.name(), _factor(node)
+        if name not in {"MulBackward0", "DivBackward0"} or not factor:
+            return None
+        weight *= factor if name == "MulBackward0" else 1 / factor
+        (node,) = children(node)
+    return MeanTerm(node.name(), weight, int(count))
 
 
 def _factor(node: Any) -> float:
@@ -244,9 +234,9 @@ def _saved(node: Any, name: str) -> Any:
         return None
 
 
-def _mean_count(node: Any, name: str) -> float | None:
+def _mean_count(node: Any) -> float | None:
     """The number of elements, or the total weight, of the mean that a node computes."""
-    if name == "MeanBackward0":
+    if node.name() == "MeanBackward0":
         return float(node._saved_self_sym_numel)
     if _saved(node, "reduction") != 1 or (inputs := _saved(node, "self")) is None:
         return None

@@ -12,9 +12,9 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._frames import (
+    Carrier,
     Instruction,
     SourceLine,
-    Variable,
     current_frame,
     variable_path,
 )
@@ -39,9 +39,7 @@ class Backward:
     steps: int = 0  # of optimizers before it
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
-    means: list[MeanTerm] = field(default_factory=list)
-    # the loss is a sum of the means of all chunks of a recording, computed in one line
-    by_chunk: bool = False
+    mean: MeanTerm | None = None  # its loss
     reach: int = -1  # of a retained graph: the backwards in this line that it reaches back to
 
 
@@ -62,13 +60,11 @@ class WeightStep:
     line: SourceLine | None
     chunk: int = 0
     number: int = -1  # the largest sequence number before it
-    call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
     # the line that made the optimizer, if gradients arrived at parameters that none has
     constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
-    by_trainer: bool = False
     lost: int = 0  # backwards before it whose gradients were cleared unused; -1 if hooks use them
 
 
@@ -93,9 +89,7 @@ class Sum(NamedTuple):
 
     number: int  # the sequence number of its node
     chunk: int
-    call: int  # of the outermost module
     depth: int = 0  # chunks before this one that it goes through
-    passes: int = 1  # forward passes that it goes through
 
 
 class Fault(NamedTuple):
@@ -121,10 +115,8 @@ class Log:
     training: bool | None = None  # of the outermost module that runs
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader's sampler does not keep the order of time
-    loader: SourceLine | None = None  # the line that decides the order of the batches
+    loader: SourceLine | None = None  # where its batches are read
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
-    # calls of a unit in this chunk that take over a state of the same chunk
-    continued: dict[Any, int] = field(default_factory=dict)
     recurrent: Instruction | None = None  # the last call of a recurrent unit
     units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
@@ -136,16 +128,14 @@ class Log:
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
     )
     # states that entered with a graph of an earlier chunk, by the instruction that took them
-    carried: dict[Instruction, list[Variable]] = field(default_factory=dict)
+    carried: dict[Instruction, list[Carrier]] = field(default_factory=dict)
     # the last result of each chunk that still exists
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
     compared_at: Instruction | None = None
     sums: dict[Instruction, Sum] = field(default_factory=dict)
-    sent: set[Instruction] = field(default_factory=set)  # sums that a backward went through
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
     several: bool = False  # a forward pass has several losses
-    codes: set[str] = field(default_factory=set)  # of the findings so far
 
     def append(self, event: Event) -> None:
         """Add an event, and forget the oldest."""
@@ -185,14 +175,14 @@ class Log:
 
     def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
         """The path of a state: as recorded where it entered, or of the first value that matches."""
-        variables = self.carried.get(instruction, []) if instruction else []
-        paths = (variable.path for variable in variables)
-        return next(filter(None, paths), "") or variable_path(matches, current_frame())
+        carriers = self.carried.get(instruction, []) if instruction else []
+        return next((path for path, _ in carriers if path), "") or variable_path(
+            matches, current_frame()
+        )
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""
         self.chunk += 1
-        self.continued.clear()
         self.boundary = next_sequence() - 1
         count = len(self.node_numbers)
         if count > MAX_NODES:

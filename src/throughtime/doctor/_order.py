@@ -1,11 +1,36 @@
 """How two chunks of a recurrent unit lie in time, by what they cover of their data."""
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
+from typing import NamedTuple
 
-from throughtime.doctor._data import Lane, Root
+from throughtime.doctor._data import Root
 
-MAX_LEVELS = 4  # computations between data and a recurrence
+
+class Lane(NamedTuple):
+    """The first and the last step of one lane of a chunk, or all that a chunk covers of a root."""
+
+    root: Root
+    first: int  # storage offsets
+    last: int
+    step: int  # from one step to the next, 0 if unknown
+    # from the last step to the first of a chunk that goes on; with x[:-1] the last is a target only
+    ahead: frozenset[int]
+    # the dimensions in which it covers more than one element, if every step covers the whole chunk
+    whole: tuple[int, ...] = ()
+
+
+def lane(root: Root, offsets: list[int], count: int) -> Lane:
+    """A lane of so many steps: the offsets of the first two, of the last, and of its end."""
+    first, second, last, end = offsets
+    if count > 1 and first == last:  # every step covers the whole chunk
+        sizes = [1 + b - a for a, b in zip(root.index(first), root.index(end), strict=True)]
+        whole = tuple(d for d, size in enumerate(sizes) if size > 1)
+        ahead = {k * root.strides[d] for d in whole for k in (sizes[d], sizes[d] + 1)}
+        return Lane(root, first, first, 0, frozenset(ahead), whole)
+    step = second - first
+    step = step if first + step * (count - 1) == last else 0
+    strides = root.strides if count == 1 else {step} - {0}
+    return Lane(root, first, last, step, frozenset(k * n for n in strides for k in (1, 2)))
 
 
 def follows(before: Lane, after: Lane) -> bool:
@@ -35,7 +60,6 @@ def relation(
         data; "other": it goes on in other data, whose last chunk was read with another state;
         "": uncertain.
     """
-    before, after = same_level(before, after)
     if not before or not after:
         return ""
     if before[0].whole:  # a convolution may read the end of the last chunk again, as context
@@ -45,7 +69,7 @@ def relation(
             )
             for a in before
         ]
-    if rows is None or after[0].whole:
+    if rows is None:
         if len(before) != len(after):  # some lanes may have ended
             return ""
         rows = list(range(len(after)))
@@ -64,7 +88,7 @@ def relation(
 
 def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     """How the next chunk of one lane lies in time; "elsewhere" is a jump within other data."""
-    root, step = b.root, b.step or a.step
+    root, step, whole = b.root, b.step or a.step, a.whole or b.whole
     if follows(a, b):
         return "next"
     index = root.index(b.first)
@@ -72,17 +96,13 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     dims = [d for d, n in enumerate(root.strides) if n <= abs(step) and root.shape[d] > 1]
     along = set(sorted(dims, key=lambda d: root.strides[d])[-1:])
     if a.root is not root:
-        if not any(index) or any(_begins(root, index, d, step) for d in along):
+        at_start = not any(i for d, i in enumerate(index) if d in whole or not whole)
+        if at_start or any(_begins(root, index, d, step) for d in along):
             return "start"
-        shift = a.root.offset - root.offset
-        if a.root.shape == root.shape and follows(
-            a, b._replace(root=a.root, first=b.first + shift)
-        ):
-            return ""  # it may be another form of the same data
         last = read(root)
         if any(follows(each, b) for each in last):
             return "other"
-        return "elsewhere" if last and not b.whole else ""
+        return "elsewhere" if last and not whole else ""
     moved = {d for d, (i, j) in enumerate(zip(root.index(a.last), index, strict=True)) if i != j}
     if not along:
         along = {d for d in moved if len(moved) == 1 or not index[d]}
@@ -98,33 +118,8 @@ def _begins(root: Root, index: list[int], dim: int, step: int) -> bool:
     return index[dim] == (root.shape[dim] - 1 if step < 0 else 0)
 
 
-def levels(lanes: list[Lane]) -> Iterator[list[Lane]]:
-    """These lanes, then what their roots were computed from, and so on."""
-    for _ in range(MAX_LEVELS):
-        yield lanes
-        if not any(lane.root.covered for lane in lanes):
-            return
-        lanes = list(dict.fromkeys(up for lane in lanes for up in lane.root.covered or [lane]))
-
-
-def same_level(before: list[Lane], after: list[Lane]) -> tuple[list[Lane], list[Lane]]:
-    """The nearest levels at which two chunks read one root, or the chunks themselves."""
-    pairs = product(enumerate(levels(before)), enumerate(levels(after)))
-    for (_, a), (_, b) in sorted(pairs, key=lambda pair: pair[0][0] + pair[1][0]):
-        if {lane.root for lane in a} & {lane.root for lane in b}:
-            return a, b
-    return before, after
-
-
-def raw_roots(lanes: list[Lane]) -> dict[Root, None]:
-    """The roots of raw data behind the lanes of a call."""
-    *_, deepest = levels(lanes)
-    return dict.fromkeys(lane.root for lane in deepest)
-
-
 def same_start(a: list[Lane], b: list[Lane]) -> bool:
     """Whether every lane known of two chunks begins at the same element."""
-    a, b = same_level(a, b)
     return bool(a and b) and all(
         x.root is y.root and x.first == y.first for x, y in zip(a, b, strict=False)
     )

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from throughtime.doctor._events import LoopEvents
-from throughtime.doctor._frames import error_chain, line_of
+from throughtime.doctor._frames import line_of
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -143,8 +143,8 @@ class Doctor:
             lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
         if error is not None:
-            chain = error_chain(error)
-            known = {*map(str, chain), *(n for e in chain for n in getattr(e, "__notes__", []))}
+            chain = error, error.__cause__ or error.__context__
+            known = {text for e in chain for text in (str(e), *getattr(e, "__notes__", []))}
             for finding in map(str, self.findings):
                 if not known & {finding, NOTE + finding}:
                     error.add_note(NOTE + finding)

@@ -41,7 +41,6 @@ CLEAR_ONCE = (
     "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
     " backward"
 )
-NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.detach()"
 
 
 def in_chinese() -> bool:

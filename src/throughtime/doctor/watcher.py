@@ -16,7 +16,7 @@ from throughtime.doctor._calls import CELLS, LAYERS, Calls, Operation
 from throughtime.doctor._data import MOVES, RootTable
 from throughtime.doctor._frames import (
     Instruction,
-    carrying_variable,
+    carrier,
     current_frame,
     current_line,
     user_frame,
@@ -61,7 +61,7 @@ class Watcher(TorchFunctionMode):
         self.busy = False  # the doctor itself is at work, or an optimizer
         self.paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self.closed = False  # after the doctor; on a user's stack it then only passes on
-        self.full = True  # every operation is recorded, not only recurrent ones and those of data
+        self.awake = True  # operations are recorded
         self.internal_error: Exception | None = None
         self.operations = 0  # recorded since the last backward
 
@@ -86,14 +86,14 @@ class Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = operation_name(func)
-        if self.closed or self.busy or is_question(func) or is_replaced():
+        if self.closed or self.busy or not self.awake or is_question(func) or is_replaced():
             return func(*args, **kwargs)
         iterates = func is Tensor.__iter__
         result = torch.unbind(*args) if iterates else func(*args, **kwargs)
         if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
             self._note_read(args, current_frame(1))
             self.guarded(self.calls.note_gradients, tensors(args))
-        elif self.full or name in RECURRENT or (name != "detach" and _is_new_data(result)):
+        else:
             caller = current_frame(1)
             if frame := user_frame(caller, skip_optimizer=False):
                 function = torch.unbind if iterates else func
@@ -141,7 +141,7 @@ class Watcher(TorchFunctionMode):
         inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
         self.operations += 1
         if self.operations > MAX_OPERATIONS:
-            self.full = False
+            self.awake = self.table.complete = False
             self.log.sums.clear()  # they are not followed to their end
         changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
         outputs = inputs[:1] if changes else outputs
@@ -157,7 +157,7 @@ class Watcher(TorchFunctionMode):
         )
         if name in {"view", "reshape"}:
             self._record_view(op)
-        if first.grad_fn and (self.full or name in RECURRENT):
+        if first.grad_fn:
             self._record_graph(op)
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
@@ -166,8 +166,21 @@ class Watcher(TorchFunctionMode):
             self.table.follow(op, out)
         if name in DETACHES and inputs[0].requires_grad:
             self.calls.detached(inputs[0], op.instruction)
-        if self.full and is_direct:
+        if is_direct:
             self.calls.by_hand(op, frame)
+
+    def record_layer(self, module: Any, inputs: Any, *state_and_result: Any) -> None:
+        """Record a call of a layer by its hook, while operations are not recorded."""
+        *state, result = state_and_result
+        if not isinstance(inputs, Tensor) or not (frame := user_frame(current_frame())):
+            return
+        states = tensors(state) or [torch.zeros(1, 1, 1)]
+        args = (inputs, states, module._flat_weights, None, None, None, None, module.bidirectional,
+                module.batch_first)  # fmt: skip
+        self.calls.layer_or_cell(
+            Operation(module.mode.lower(), None, args, {}, [inputs], tensors(result),
+                      self.instruction_at(frame))
+        )  # fmt: skip
 
     def _record_graph(self, op: Operation) -> None:
         """Record the results that have a graph, what they sum and what they are compared with."""
@@ -208,46 +221,38 @@ class Watcher(TorchFunctionMode):
         sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
         if sizes[0] == sizes[1] or sorted(sizes[0]) != sorted(sizes[1]):
             return
-        view = self.table.view(before, new=not before.requires_grad)
-        if not view or view.root.shape != after.shape:  # a view of a view may be as it was
+        root = self.table.root(before, new=not before.requires_grad)
+        if not root or root.shape != after.shape:  # a view of a view may be as it was
             self.calls.viewed = weakref.ref(after), op.instruction
 
     def _record_sum(self, op: Operation) -> None:
-        """Count the chunks, and the forward passes, that a running sum of losses goes through."""
+        """Count the chunks that a running sum of losses goes through."""
         log, node = self.log, op.outputs[0].grad_fn
         last = log.sums.get(op.instruction)
-        total = Sum(sequence(node), log.chunk, log.call)
+        depth = 0
         if last:
             within = reachable_nodes(node, MAX_SUM, above=last.number - 1)
             if last.number in map(sequence, within):
                 depth = last.depth + (last.chunk < log.chunk)
-                total = total._replace(depth=depth, passes=last.passes + (last.call < log.call))
-            elif log.chunk <= last.chunk + 1:
-                log.sent.add(op.instruction)  # it begins anew: a value of a single chunk
-        log.sums[op.instruction] = total
+        log.sums[op.instruction] = Sum(sequence(node), log.chunk, depth)
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
         weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
-        variables = [
-            carrying_variable(t, current_frame())
+        paths = [
+            carrier(t, current_frame())
             for t in op.inputs
             if t.grad_fn
             and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
             and (t.numel() > 1 or weighted)
         ]
-        if variables:
-            self.log.carried[op.instruction] = variables
+        if paths:
+            self.log.carried[op.instruction] = paths
 
 
 def is_replaced() -> bool:
     """Whether torch compiles or transforms the operations."""
     return torch.compiler.is_compiling() or is_transformed()
-
-
-def _is_new_data(result: Any) -> bool:
-    """Whether a result is neither a view nor computed with a graph."""
-    return isinstance(result, Tensor) and not result.requires_grad and base_of(result) is result
 
 
 def tensors(tree: Any, depth: int = 3) -> list[Tensor]:

@@ -58,39 +58,6 @@ def cleared_at_every_part():
             print(i, loss.item() * accumulate)
 
 
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.fc = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.fc(self.rnn(x)[1][-1])
-
-
-def dev_loss_in_tensors():
-    """The loss on the dev set is a sum of tensors, computed with gradients on: the graphs of all
-    its batches stay alive together.
-    """
-    torch.manual_seed(1027)
-    gestures = torch.randn(64, 20, 3).cumsum(1) / 5
-    labels = (gestures[:, -1, 0] > 0).long()
-    train = DataLoader(TensorDataset(gestures[:32], labels[:32]), batch_size=8, shuffle=True)
-    dev = DataLoader(TensorDataset(gestures[32:], labels[32:]), batch_size=8)
-    model, criterion = Classifier(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for epoch in range(2):
-        model.train()
-        for x, y in train:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-        model.eval()
-        dev_loss = 0
-        for x, y in dev:
-            dev_loss += criterion(model(x), y)  # <- TT104
-        print(epoch, dev_loss.item() / len(dev))
-
-
 class Seq(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,36 +247,6 @@ def lightning_losses_in_a_list():
         enable_model_summary=False,
     )
     trainer.fit(LitRNN(nn.RNN(1, 8, batch_first=True), nn.Linear(8, 1)), loader)
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.fc = nn.GRU(2, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x, h):
-        y, h = self.gru(x, h)
-        return self.fc(y), h
-
-
-def mean_of_chunk_means():
-    """The loss of a recording is the plain mean of its chunks' means, and the last chunk has 2
-    steps where the others have 25.
-    """
-    torch.manual_seed(1104)
-    network = Network()
-    optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
-    for _ in range(4):
-        recording = torch.randn(3, 78, 2).cumsum(1) / 8
-        h, losses = torch.zeros(1, 3, 8), []
-        optimizer.zero_grad()
-        for i in range(0, 77, 25):
-            end = min(i + 25, 77)
-            y, h = network(recording[:, i:end], h.detach())
-            losses.append(nn.functional.mse_loss(y, recording[:, i + 1 : end + 1]))
-        loss = sum(losses) / len(losses)  # <- TT301
-        loss.backward()  # <- TT301
-        optimizer.step()
 
 
 def one_of_two_cleared_twice():

@@ -6,40 +6,8 @@ import lightning as L
 import torch
 from ignite.engine import Engine
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-
-class Tide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru = nn.GRU(2, 8)  # <- TT209
-        self.height = nn.Linear(8, 1)
-
-    def forward(self, x, h):
-        y, h = self.gru(x, h)  # <- TT209
-        return self.height(y), h
-
-
-def batches_taken_for_time():
-    """The loader's windows are (lanes, time, features) and the GRU lacks batch_first=True: it runs
-    along the lanes, and carries a state for each place in the window.
-    """
-    torch.manual_seed(1209)
-    time = torch.linspace(0, 30, 181)
-    wind = torch.stack([torch.sin(time + k) for k in range(4)])
-    wind = torch.stack([wind, wind.cos()], -1)
-    height = wind.sum(-1, keepdim=True).tanh()
-    net, h = Tide(), None
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for i in range(0, 180, 15):
-        estimate, h = net(wind[:, i : i + 15], h)  # <- TT209
-        h = h.detach()
-        loss = nn.functional.mse_loss(estimate, height[:, i + 1 : i + 16])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 def chunks_in_random_order():
@@ -226,37 +194,6 @@ def ignite_random_sampler():
     print(trainer.run(loader, max_epochs=1).output)  # <- TT207
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, 8, batch_first=True)  # <- TT209
-        self.fc = nn.Linear(8, 2)
-
-    def forward(self, x, state=None):
-        out, state = self.lstm(x, state)  # <- TT209
-        return self.fc(out), state
-
-
-def lanes_and_steps_swapped():
-    """The stream is (time, lanes, features), the layer is told batch_first=True: it runs along the
-    lanes and carries one state for every step of the chunk.
-    """
-    torch.manual_seed(1020)
-    time = torch.linspace(0, 20, 181).view(-1, 1, 1)
-    waves = torch.cat([torch.sin(time + k) for k in range(5)], dim=1)
-    waves = torch.cat([waves, waves.roll(7, 0)], dim=2)
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    state = None
-    for i in range(0, 180, 12):
-        prediction, state = net(waves[i : i + 12], state)  # <- TT209
-        state = tuple(s.detach() for s in state)
-        loss = nn.functional.mse_loss(prediction, waves[i + 1 : i + 13])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def lanes_fewer_than_states():
     """Two of the five recordings end earlier: their lanes are left out of the inputs, but the
     state keeps all five.
@@ -382,33 +319,6 @@ def neighbours_side_by_side():
         optimizer.step()
         print(loss.item())
 
-
-def packed_words():
-    """Chunks of running texts are packed in the order of their lengths, another one each time; the
-    states stay in the order of the chunk before.
-    """
-    torch.manual_seed(0)
-    embed, lstm, head = nn.Embedding(20, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 20)
-    parameters = [*embed.parameters(), *lstm.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    texts = torch.randint(20, (5, 200))
-    at, state = [0] * 5, None
-    for _ in range(8):
-        lengths = torch.randint(5, 15, (5,)).tolist()
-        order = sorted(range(5), key=lambda i: -lengths[i])
-        longest = max(lengths)
-        tokens = torch.stack([texts[i, at[i] : at[i] + longest + 1] for i in order])
-        counts = torch.tensor([lengths[i] for i in order])
-        packed = pack_padded_sequence(embed(tokens[:, :-1]), counts, batch_first=True)
-        out, state = lstm(packed, state)  # <- TT206
-        state = tuple(s.detach() for s in state)
-        target = pack_padded_sequence(tokens[:, 1:], counts, batch_first=True).data
-        loss = nn.functional.cross_entropy(head(out.data), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for i in order:
-            at[i] += lengths[i]
 
 
 class Letters(nn.Module):
@@ -572,32 +482,6 @@ def reviews_share_a_state():
         print(epoch, loss.item())
 
 
-class Gestures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.head = nn.GRU(4, 9), nn.Linear(9, 3)
-
-    def forward(self, samples):
-        out, _ = self.gru(samples)  # <- TT209
-        return self.head(out[:, -1])
-
-
-def samples_taken_for_steps():
-    """A loader's samples come first in the batch, where the layer expects the steps."""
-    torch.manual_seed(61)
-    movements = torch.randn(48, 15, 4).cumsum(1)
-    labels = movements[:, :, 0].mean(1).clamp(-1, 1).round().long() + 1
-    loader = DataLoader(TensorDataset(movements, labels), batch_size=8, shuffle=True)
-    model = Gestures()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        for samples, label in loader:
-            loss = nn.functional.cross_entropy(model(samples), label)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
 class Net2(nn.Module):
     def __init__(self):
         super().__init__()
@@ -630,41 +514,6 @@ def shuffled_windows():
         loss.backward()
         optimizer.step()
 
-
-class Net3(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.fc = nn.GRU(2, 8), nn.Linear(8, 2)
-
-    def forward(self, x, lengths, h):
-        packed = pack_padded_sequence(x, lengths)
-        out, h = self.gru(packed, h)  # <- TT206
-        return self.fc(pad_packed_sequence(out)[0]), h
-
-
-def sorted_for_packing():
-    """The pieces are sorted by length for packing, in another order at every chunk; the state
-    comes back sorted and is never put into the order of the lanes again.
-    """
-    torch.manual_seed(1221)
-    walks = [torch.randn(90, 2).cumsum(0) / 8 for _ in range(4)]
-    position = [0] * 4
-    net = Net3()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    h = torch.zeros(1, 4, 8)
-    for _ in range(6):
-        lengths = torch.randint(6, 14, (4,))
-        lengths, order = lengths.sort(descending=True)
-        pieces = [walks[i][position[i] : position[i] + n + 1] for i, n in zip(order, lengths)]
-        x, y = pad_sequence([p[:-1] for p in pieces]), pad_sequence([p[1:] for p in pieces])
-        prediction, h = net(x, lengths, h.detach())  # <- TT206
-        mask = torch.arange(len(x)).unsqueeze(1) < lengths
-        loss = (prediction - y).square().mean(-1)[mask].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for i, n in zip(order.tolist(), lengths.tolist()):
-            position[i] += n
 
 
 class Sorter(nn.Module):

@@ -1,6 +1,6 @@
 """What an error says about a loop: of a backward, or of a layer.
 
-Codes TT101 to TT105, and TT209 and TT211 for a layer that fails. An error of a backward comes from
+Codes TT101 to TT105, and TT211 for a layer that fails. An error of a backward comes from
 a graph that an earlier backward has freed, or that an optimizer step has changed. Where it enters
 shows why:
 
@@ -10,11 +10,12 @@ shows why:
 """
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
 from throughtime.doctor._graph import (
@@ -33,6 +34,11 @@ from throughtime.doctor._graph import (
 from throughtime.doctor._log import Backward, Fault, Log, WeightStep
 from throughtime.doctor.findings import BACKWARD_FIRST, OWN_LOSS, detach_fix
 
+# torch's errors of a layer and of a cell
+LANES_DIFFER = re.compile(
+    r"Expected hidden.* size \(\d+, (\d+), .*\), got \[\d+, (\d+),"
+    r"|Input batch size (\d+) doesn't match hidden.* batch size (\d+)"
+)
 MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 
 
@@ -147,14 +153,14 @@ def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -
     """States that were carried with the graph of their chunk."""
     past, (entry, name) = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
     entries = dict.fromkeys(_entry(log, state)[0] for state in states)
-    variables = [v for each in entries if each for v in log.carried.get(each, [])]
-    at = next(filter(None, (v.line for v in variables)), line_of(entry) if entry else line)
+    carriers = [each for at in entries if at for each in log.carried.get(at, [])]
+    passed = next((at for _, at in carriers if at), line_of(entry) if entry else line)
     retained = past.retain and change != ""
-    at = past.line if retained else at
+    at = past.line if retained else passed
     details = [change or "A backward has freed that graph."]
     if entry and line_of(entry) != at:
         details.append(f"It enters at {line_of(entry)}.")
-    fix = detach_fix([v.path for v in variables] or [name], losses=int(retained))
+    fix = detach_fix([path for path, _ in carriers] or [name], losses=int(retained))
     code, chunks = "TT102" if retained else "TT101", (past.chunk, log.chunk)
     return Fault(code, at, " ".join(details), name, chunks, fix)
 
@@ -168,29 +174,12 @@ def _sent_twice(log: Log, node: Any, backward: Backward, name: str, change: str)
 
 
 def lanes_of_error(error: BaseException) -> Fault | None:
-    """TT211 or TT209: an error of a layer or cell whose state has other lanes than its inputs."""
-    trace, line, values = error.__traceback__, None, dict[str, Any]()
+    """TT211: an error of a layer or cell whose state has other lanes than its inputs."""
+    trace, line, match = error.__traceback__, None, LANES_DIFFER.search(str(error))
     while trace:
-        frame, names = trace.tb_frame, trace.tb_frame.f_locals
-        if user_frame(frame) is frame:
-            line = SourceLine(frame.f_code.co_filename, trace.tb_lineno)
-        module = names.get("self")
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and {"input", "hx"} <= names.keys():
-            values = names
+        if user_frame(trace.tb_frame) is trace.tb_frame:
+            line = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
-    module, inputs, state = map(values.get, ("self", "input", "hx"))
-    state = state[0] if isinstance(state, tuple) and state else state
-    layer, batch_first = isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)
-    if not (isinstance(inputs, Tensor) and isinstance(state, Tensor) and state.dim() > 1):
-        return None
-    if inputs.dim() != 2 + layer:
-        return None
-    steps = inputs.shape[int(batch_first)] if layer else 0
-    rows, lanes = state.shape[-2], inputs.shape[int(layer and not batch_first)]
-    if rows == lanes:
-        return None
-    if rows == steps:
-        return Fault(
-            "TT209", line, f"The state has {rows} lanes, the layer takes {rows} for steps."
-        )
-    return Fault("TT211", line, f"The state has {rows} lanes, the chunk has {lanes}.")
+    chunk, state = filter(None, match.groups()) if match else ("", "")
+    detail = f"The state has {state} lanes, the chunk has {chunk}."
+    return Fault("TT211", line, detail) if chunk != state else None

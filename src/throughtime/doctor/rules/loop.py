@@ -8,7 +8,6 @@ fails does not stop the loop: the doctor stores the exception as `internal_error
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 from throughtime.doctor._frames import (
     INDICES,
@@ -27,22 +26,16 @@ from throughtime.doctor._log import (
     Log,
     WeightStep,
 )
-from throughtime.doctor.findings import CLEAR_ONCE, NO_GRAD, OWN_LOSS, detach_fix
+from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
 
 REPEATS = 2  # steps that show a fault before it is reported
 MAX_STEPS = 8  # that are compared with the last one
 MAX_REACH = 6  # passes behind a retained backward before it is reported
+RESTARTS = 2  # the same at each recording
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
-MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 MAX_HELD_DEPTH = 4  # attributes and indices between a variable and a result that it keeps
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
-
-
-def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
-    """TT301: a loss that sums a mean for each chunk of a recording."""
-    if event.by_chunk:
-        yield from _unequal(event.line, event.means)
 
 
 def unequal_means(log: Log, event: WeightStep) -> Iterator[Fault]:
@@ -50,21 +43,15 @@ def unequal_means(log: Log, event: WeightStep) -> Iterator[Fault]:
     by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
     order, backwards = 0, log.before(event, Backward)
     for each in backwards:
-        if len(each.means) == 1:
-            order = order + 1 if each.again else 0
-            by_line.setdefault((each.line, order), []).append(each.means[0])
-    if log.crossed.intersection(each.chunk for each in backwards[1:]):
-        for (line, _), terms in by_line.items():
-            yield from _unequal(line, terms)
-
-
-def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
-    """Means of one kind with the same weight over unequal numbers of elements."""
-    counts = sorted({int(term.count) for term in terms})
-    if len({(term.kind, round(term.weight, 9)) for term in terms}) == 1 and len(counts) > 1:
-        yield Fault(
-            "TT301", line, f"Means over {counts} elements have the same weight in one step."
-        )
+        order = order + 1 if each.again else 0
+        if each.mean:
+            by_line.setdefault((each.line, order), []).append(each.mean)
+    if log.crossed.isdisjoint(each.chunk for each in backwards[1:]):
+        return
+    for (line, _), terms in by_line.items():
+        counts = sorted({term.count for term in terms})
+        if len({(term.kind, round(term.weight, 9)) for term in terms}) == 1 < len(counts):
+            yield Fault("TT301", line, f"Means over {counts} elements have the same weight.")
 
 
 def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
@@ -97,10 +84,7 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT304: steps in a row that follow a forward pass but no backward."""
     steps = log.steps_of(event.optimizer, REPEATS + 1)
     idle = all(
-        step.lacks
-        and not step.by_trainer
-        and step.chunk == before.chunk
-        and (step.call, step.number) != (before.call, before.number)
+        step.lacks and step.chunk == before.chunk and step.number != before.number
         for step, before in pairwise(steps)
     )
     if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
@@ -123,44 +107,33 @@ def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
             yield Fault(code, line, after=REPEATS)
 
 
-def retained(log: Log, event: Any) -> Iterator[Fault]:
+def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back."""
     ended = isinstance(event, Close)
-    last = log.backwards if ended else [event]
-    for line in dict.fromkeys(each.line for each in last if each.reach >= 0):
-        same = [e for e in log.backwards if e.line == line and e.reach >= 0]
-        passes = [b for a, b in pairwise([Backward(line), *same]) if a.reach != b.reach]
-        grown = passes[-1:]
-        for each in reversed(passes[:-1]):
-            if each.reach >= grown[0].reach:
-                break
-            grown.insert(0, each)
-        first, last, count = grown[0], grown[-1], len(grown) - 1
+    events = log.backwards if ended else [event]
+    for line in dict.fromkeys(each.line for each in events if each.reach >= 0):
+        passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
+        last, first = passes[-1], passes[-1 - passes[-1].reach]
+        between = range(first.chunk + 1, log.chunk)
+        if first.steps == last.steps and log.crossed.isdisjoint(between):
+            continue  # several losses of one forward pass
         # recordings whose third chunk reaches back to the first
-        restarts = count == 2 and not ended and first.chunk not in log.crossed
-        at_end = ended and len(passes) - 1 == count >= MIN_REACH
-        if not (count == MAX_REACH or restarts or at_end):
-            continue
-        if first.steps == last.steps and log.crossed.isdisjoint(range(first.chunk + 1, log.chunk)):
-            continue  # several losses of one forward
-        paths = [v.path for entered in log.carried.values() for v in entered if v.path]
-        fix = detach_fix(paths, losses=1 + log.several)
-        name = paths[0] if paths else ""
-        detail = f"It reaches {count} passes back."
-        yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
+        restarts = last.reach == RESTARTS and not ended and first.chunk not in log.crossed
+        grows = ended and all(a.reach < b.reach for a, b in pairwise(passes))
+        if last.reach == MAX_REACH or restarts or (grows and last.reach >= MIN_REACH):
+            paths = [path for entered in log.carried.values() for path, _ in entered if path]
+            fix = detach_fix(paths, losses=1 + log.several)
+            detail, name = f"It reaches {last.reach} passes back.", next(iter(paths), "")
+            yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
 
 
-def summed(log: Log, event: Backward | Close) -> Iterator[Fault]:
-    """TT104: a sum of losses with its graph over chunks, or one that no backward goes through."""
-    unsent = isinstance(event, Close) and not log.codes & {"TT104", "TT202"}
+def summed(log: Log, _: Backward) -> Iterator[Fault]:
+    """TT104: a sum of losses with its graph over chunks."""
     for instruction, each in log.sums.items():
         line = line_of(instruction)
         if each.depth >= MIN_SUMMED:
             fix = OWN_LOSS if instruction in log.roots else ""
             yield Fault("TT104", line, f"The sum goes through {each.depth} chunks.", fix=fix)
-        elif unsent and each.passes >= MIN_UNSENT and instruction not in log.sent:
-            detail = f"No backward goes through this sum over {each.passes} forward passes."
-            yield Fault("TT104", line, detail, fix=NO_GRAD)
 
 
 def kept(log: Log, _: Backward) -> Iterator[Fault]:
@@ -181,7 +154,7 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
-    Backward: (unequal_chunks_in_one_loss, retained, summed, kept),
+    Backward: (retained, summed, kept),
     WeightStep: (
         unequal_means,
         cleared_before_use,
@@ -190,5 +163,5 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
         clipped_early,
         untrained,
     ),
-    Close: (retained, summed),
+    Close: (retained,),
 }
