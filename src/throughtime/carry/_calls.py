@@ -460,7 +460,12 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-ZEROS = (layer_zeros,)  # the start that is guessed, as one of the user's
+def joined_zeros(module: nn.Module, lanes: int) -> Tensor:
+    """That state as one tensor: `(lanes, 2H)` of an LSTM, as agents keep it."""
+    return torch.cat(trees.tensors(layer_zeros(module, lanes)), -1)
+
+
+ZEROS = ((layer_zeros,), (joined_zeros,))  # the starts that are guessed, as ones of the user's
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

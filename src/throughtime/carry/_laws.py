@@ -114,8 +114,9 @@ LAWS: dict[str, Sentences] = {
     "kept": Sentences(
         "what it returns depends on attributes beside its state, which calls change, or calls"
         " change a number",
-        "It keeps a part of its state in attributes. Let forward(x, state) return (y, state) with"
-        " all of it, or keep all of it in attributes, a count of steps as a tensor (lanes,)",
+        "It keeps a part of its state in attributes, or counts its calls. Let forward(x, state)"
+        " return (y, state) with all of it, or keep all of it in attributes, a count of steps as a"
+        " tensor (lanes,). Remove a count that nothing reads",
     ),
     "random": Sentences(
         "two recordings start from different states: its start is random, or what an earlier call"
@@ -415,10 +416,10 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
 def _own_difference(runs: Runs, x: Tensor) -> float:
     """The difference from the author's own call without a state, if that is possible."""
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, ZEROS) and not c.attributes:
+    if c.start not in (None, OWN, *ZEROS) and not c.attributes:
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-    for start in (None, c.start) if c.start == ZEROS else (c.start,):
+    for start in (None, c.start) if c.start in ZEROS else (c.start,):
         with suppress(Exception):  # it needs a state
             calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
     if not calls:

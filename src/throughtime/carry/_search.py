@@ -273,11 +273,11 @@ class Search:
     def _starts(self, c: Convention) -> list[Any]:
         """The starts to try; others than that of the user may show where the lanes are."""
         if c.start is not None:
-            return [c.start, None, ZEROS]
+            return [c.start, None, *ZEROS]
         if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
+        return [*self.own_methods, None, *ZEROS * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""

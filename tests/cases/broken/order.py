@@ -320,7 +320,6 @@ def neighbours_side_by_side():
         print(loss.item())
 
 
-
 class Letters(nn.Module):
     def __init__(self):
         super().__init__()
@@ -513,7 +512,6 @@ def shuffled_windows():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
 
 
 class Sorter(nn.Module):
