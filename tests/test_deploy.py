@@ -618,7 +618,7 @@ def twice() -> nn.Module:
 def test_what_is_in_the_way_of_a_chain_is_named(
     make: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
-    message += r" stands in the way.*An \.onnx file takes any net"
+    message += r".*An \.onnx file takes any net"
     with pytest.raises(ModelError, match=message):
         export(make(), tmp_path / "net.c")
 
