@@ -191,7 +191,7 @@ class Run:
         chosen = split or next((name for name in ("test", "valid") if name in named), default)
         own = entries if chosen == "all" else entries_of(entries, chosen)
         sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
-        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout)
+        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout, spec.standardise)
         if split is None and data is None and {*splits} == {"train"}:
             raise DataError(
                 "nothing of the data was held out from training: give other data, or write --split"
