@@ -83,8 +83,8 @@ def test_scores_refuse_what_does_not_fit() -> None:
         (Classification(("a", "b")), two, torch.tensor([0, 5])),
         (Classification(("a", "b")), two * torch.nan, none),
         (Regression(), torch.zeros(3, 1), torch.zeros(3, 2)),
-        (MultiLabel(2), two, two + 0.5),
-        (MultiLabel(2), two * torch.nan, two),
+        (MultiLabel("ab"), two, two + 0.5),
+        (MultiLabel("ab"), two * torch.nan, two),
     ):
         with pytest.raises(DataError):
             metric.update(outputs, targets)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -46,15 +46,7 @@ def plain_text(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA) and not is_number(text) else text
 
 
-class WrittenFile(NamedTuple):
-    """The predictions of a recording: their file, its rows, and how many steps were left out."""
-
-    path: Path
-    steps: int
-    skipped: int
-
-
-def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
+def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]]:
     """Write the predictions of each recording to a file.
 
     Those of a single file to one file, of others to a folder with files named after them; at an
@@ -64,6 +56,9 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
         run: its model and settings.
         options: the recordings, default: those that `Run.recordings` takes; the file or folder,
             default: predictions.csv, or the folder predictions; how to treat NaN.
+
+    Returns:
+        Of each file its path, its rows, and how many steps were left out.
 
     Raises:
         RunError, DataError: a recording failed.
@@ -87,13 +82,13 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
         raise ConfigError(f"{listed(lost)} is a recording itself; choose another --out")
     if not suffix:  # by it readers of a folder of recordings know this one
         write_atomically(out / LISTING, json.dumps([path.name for path in paths]).encode())
-    done = list[WrittenFile]()
+    done = list[tuple[Path, int, int]]()
     for recording, path in zip(recordings, paths, strict=True):
         how: Any = {"missing": options.missing, "on_nan": options.on_nan}
         outputs, _ = predict(run.net, recording, dtype=run.spec.torch_dtype, **how)
         values = _values(run.spec, recording, outputs)
         _write(run.spec, recording, values, path)
-        done.append(WrittenFile(path, len(values), int(np.isnan(values).any(axis=1).sum())))
+        done.append((path, len(values), int(np.isnan(values).any(axis=1).sum())))
     return done
 
 
