@@ -107,7 +107,7 @@ def _usage_fault(error: click.UsageError) -> str:
         message = f"{error.option_name}: no such option"
         flags = [text for p in context.command.params for text in p.opts if text[0] == "-"]
         name = error.option_name.replace("_", "-").lower()
-        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.8):
             advice = f"write {near[0]}"
         elif name[1] != "-":
             advice = "flags begin with two dashes, such as --lr 0.01"

@@ -10,6 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from torch import Tensor
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec
 from throughtime.app.settings import PredictOptions
-from throughtime.errors import ConfigError, listed
+from throughtime.errors import ConfigError, DataError, listed
 from throughtime.files import named_errors, write_atomically
 from throughtime.predict import predict
 from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
 from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
-from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
+from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import as_columns, read_blocks, step_times
 
 LISTING = "predictions.json"
@@ -76,8 +77,12 @@ def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]
     recordings = run.recordings(data, split, targets=False)
     names = file_names([recording.name for recording in recordings])
     paths = [out] if suffix else [out / f"{name}.csv" for name in names]
-    entries = find_recordings(data or Path(run.config.data), run.spec.layout.static)
-    kept = {source.resolve() for entry in entries for source in entry.inputs}
+    entries = list[ManifestEntry]()
+    for path in {data or run.config.data, run.config.data}:
+        with suppress(DataError):  # what the run was trained on may be gone
+            entries += find_recordings(Path(path), run.spec.layout.static)
+    sources = (source for entry in entries for source in (*entry.inputs, entry.targets) if source)
+    kept = {source.resolve() for source in sources}
     if lost := [path for path in paths if path.resolve() in kept]:
         raise ConfigError(f"{listed(lost)} is a recording itself; choose another --out")
     if not suffix:  # by it readers of a folder of recordings know this one
