@@ -57,6 +57,11 @@ _FEW = 3  # changes that may agree by chance
 _COMPARED = 4  # recordings: fewer may differ by chance
 _MAX_CLASSES = 1000
 _MOST_NUMBERS = 20  # whole ones that are classes; text may have more
+_REASONS = {
+    "classify": "text or few whole numbers, each a class",
+    "multilabel": "several columns of 0 and 1, each a label by itself",
+    "regress": "numbers",
+}
 _RECORDINGS, _BLOCKS = 8, 16  # read at most to find the task
 
 
@@ -434,7 +439,9 @@ def open_dataset(config: Config) -> Dataset:
     )
     classes = sorted_classes(statistics[0].classes) if layout.classify else ()
     train, valid = (as_played(part, layout, classes) for part in parts)
-    remarks = [remark] if config.task else [remark, f"the targets fit --task {layout.task}"]
+    remarks = [remark]
+    if config.task is None:
+        remarks.append(f"the targets are {_REASONS[str(layout.task)]}: --task {layout.task}")
     remarks += _left_out(data, statistics[0])
     if len(train) < config.lanes:
         whole = f"--lanes {len(train)} keeps recordings whole"

@@ -19,9 +19,7 @@ from throughtime.app.settings import Config
 from throughtime.errors import RunError, one_line
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
-from throughtime.metrics import Metrics
 from throughtime.stream import Recording
-from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import RecordingView, StepArrays
 from throughtime.stream.targets import ForecastRecording, later_rows
 
@@ -67,7 +65,8 @@ def evaluate_recordings(
     season before the time of the forecast, or of the latest season before that which is known
     (Hyndman & Athanasopoulos, Forecasting: Principles and Practice, section 5.2: naive and seasonal
     naive). All are measured on the same steps: those that have a target and all of these values.
-    `classes` gets all outputs.
+    `skill = 1 - error / error of the baseline`, of squared errors, is above 0 where the model is
+    better (Murphy 1988). `classes` gets all outputs.
     """
     ahead, season = spec.layout.ahead if spec.layout.task == "regress" else (), config.season
     lags = dict[str, list[int]]()
@@ -92,25 +91,16 @@ def evaluate_recordings(
             count += kept.shape[1]
             errors += (kept[1:] - kept[0]).square().sum(dim=1).cpu().numpy()
     result = evaluator.result(stream)
-    if not count:
-        return result
-    compared = _comparison(spec.target_names, ["model", *lags], errors / count)
-    metrics = {**result.metrics, "compared/steps": float(count), **compared}
+    metrics = dict(result.metrics)
+    if count:
+        metrics["compared/steps"] = float(count)
+        means = (errors / count).tolist()
+        for name, row in zip(("model", *lags), means, strict=True):
+            for column, error, own in zip(spec.target_names, row, means[0], strict=True):
+                metrics[f"{name}/rmse[{column}]"] = math.sqrt(error)
+                if name in lags:
+                    metrics[f"{name}/skill[{column}]"] = 1 - own / error if error else math.nan
     return replace(result, metrics=metrics)
-
-
-def _comparison(columns: Sequence[str], names: Sequence[str], errors: Array) -> Metrics:
-    """The squared errors `(n, C)` of a model and of the baselines, by name.
-
-    `skill = 1 - error / error of the baseline` is above 0 where the model is better (Murphy 1988).
-    """
-    metrics: Metrics = {}
-    for name, row in zip(names, errors.tolist(), strict=True):
-        for column, error, own in zip(columns, row, errors[0].tolist(), strict=True):
-            metrics[f"{name}/rmse[{column}]"] = math.sqrt(error)
-            if name != names[0]:
-                metrics[f"{name}/skill[{column}]"] = 1 - own / error if error else math.nan
-    return metrics
 
 
 def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -> Scores:
