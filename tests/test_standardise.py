@@ -175,8 +175,8 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
     run("predict", tmp_path / "run", data / "r2.npz", "--out", tmp_path / "p.npy")
     x = recordings(0, 3)[2][0]
     scaled = torch.as_tensor((x - x.mean(axis=0)) / x.std(axis=0))[:, None]
-    inner = net.module[1:]
-    outputs = inner[1](inner[0](scaled.float())[0]).softmax(dim=2)[:, 0].detach().numpy()
+    inner: Any = net.module
+    outputs = inner[2](inner[1](scaled.float())[0]).softmax(dim=2)[:, 0].detach().numpy()
     np.testing.assert_allclose(np.load(tmp_path / "p.npy"), outputs, atol=1e-5)
     assert "whole recording" in run("eval", tmp_path / "run")
     wrong = ("--inputs", "x", *options[:-1], "last:3", "--out", tmp_path / "no")

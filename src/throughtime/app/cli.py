@@ -164,6 +164,11 @@ def train(values: dict[str, Any]) -> None:
     from throughtime.app.train import Training, started_ranks
 
     if options.resume is None:
+        if options.trust_code:
+            raise ConfigError(
+                "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since"
+                " a file that you name yourself is executed anyway"
+            )
         settings = new_settings(options.config, values)
         start = partial(Training.begin, settings)
     else:
