@@ -426,7 +426,7 @@ def test_a_start_that_failed_is_taken_over(tmp_path: Path) -> None:
     assert [row["kind"] for row in RunFolder(out).read_metrics()].count("data") == 1
     code, _, errors = ended(*flags(settings(data, out)))
     assert code == 2
-    assert "holds a run or other files already" in errors
+    assert "holds a run already, or other files" in errors
 
 
 def test_settings_of_another_hand_and_models_are_not_overwritten(
@@ -437,15 +437,15 @@ def test_settings_of_another_hand_and_models_are_not_overwritten(
     (own / "config.toml").write_text('data = "d"  # by hand\n', encoding="utf-8")
     code, _, errors = ended(*flags(settings(data, own)))
     assert code == 2
-    assert "holds a run or other files already" in errors
+    assert "holds a run already, or other files" in errors
     folder.checkpoint.unlink()
     code, _, errors = ended(*flags(settings(data, folder.path)))
     assert code == 2
-    assert "holds a run or other files already" in errors
+    assert "holds a run already, or other files" in errors
     before = {path.name: path.read_bytes() for path in data.iterdir()}
     code, _, errors = ended(*flags(settings(data, data)))
     assert code == 2
-    assert "holds a run or other files already" in errors
+    assert "holds a run already, or other files" in errors
     assert {path.name: path.read_bytes() for path in data.iterdir()} == before
 
 

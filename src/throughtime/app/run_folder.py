@@ -120,7 +120,7 @@ class RunFolder:
         every = (path.name for path in self.path.glob("[!.]*"))
         if others := sorted(name for name in every if not name.endswith(left)):
             raise RunError(
-                f"{self.path}: holds a run or other files already ({listed(others)}); if it is"
+                f"{self.path}: holds a run already, or other files ({listed(others)}); if it is"
                 f" a run, continue it with --resume {self.path}, or choose another --out"
             )
         self._lines()  # raises if the log is of another origin
