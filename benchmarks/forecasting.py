@@ -1,4 +1,4 @@
-"""The forecasting recipe for several hours ahead, against seasonal persistence.
+"""The forecasting recipe for several hours ahead, against persistence and seasonal persistence.
 
     python benchmarks/forecasting.py [--ahead 1,24,168] [--seeds 0,1,2] [--out runs/forecasting]
     python benchmarks/forecasting.py --table
@@ -55,14 +55,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         return f"{statistics.mean(values):.2f} ± {statistics.pstdev(values):.2f}"
 
     lines = [
-        "| hours ahead | RMSE, model | value one week before | skill against that |",
-        "|---|---|---|---|",
+        "| hours ahead | RMSE, model | value now | value one week before | skill against that |",
+        "|---|---|---|---|---|",
     ]
     for ahead in sorted({row["ahead"] for row in rows}):
         own = [row["metrics"] for row in rows if row["ahead"] == ahead]
-        week = own[0]["baseline/rmse[OT]"]
-        model, skill = ([m[key] for m in own] for key in ("model/rmse[OT]", "skill[OT]"))
-        lines.append(f"| {ahead} | {spread(model)} | {week:.2f} | {spread(skill)} |")
+        week = "season" if "season/rmse[OT]" in own[0] else "persistence"  # the week ends now
+        now, season = (own[0][f"{name}/rmse[OT]"] for name in ("persistence", week))
+        model, skill = ([m[key] for m in own] for key in ("model/rmse[OT]", f"{week}/skill[OT]"))
+        lines.append(f"| {ahead} | {spread(model)} | {now:.2f} | {season:.2f} | {spread(skill)} |")
     return "\n".join(lines)
 
 

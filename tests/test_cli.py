@@ -164,7 +164,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_eval_prints_and_keeps_scores_by_recording(trained: tuple[Path, Path]) -> None:
     folder, data = trained
     said = run("eval", folder, data, "--split", "valid")
-    assert "class or target" in said
+    assert "each class or target" in said
     assert "auroc" in said
     assert "true class" in said
     content = json.loads((folder / "scores-valid.json").read_text(encoding="utf-8"))
@@ -384,7 +384,7 @@ def test_advice_is_an_option_of_the_command(trained: tuple[Path, Path], tmp_path
     lines[3] = ",".join(["nan", *lines[3].split(",")[1:]])
     gap.write_text("\n".join(lines) + "\n", encoding="utf-8")
     complained = run("eval", folder, gap, "--split", "all", ok=False)
-    assert "has 1 input that is NaN or infinite" in complained
+    assert "has an input that is NaN or infinite" in complained
     assert complained.endswith("or mask them: missing='mask' (--missing mask)\n")
     complained = run("predict", folder, gap, "--out", tmp_path / "p.csv", ok=False)
     assert complained.endswith(

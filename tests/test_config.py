@@ -43,7 +43,7 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
         ({"seed": 2**63}, "Input should be less than 9223372036854775808"),
         (
             {"standardise": "first:0"},
-            "--standardise first:0: expected split or none or first:N",
+            "--standardise first:0: expected split or recording or none or first:N",
         ),
         ({"data": None}, "DATA is missing: A file with one recording"),
     ],

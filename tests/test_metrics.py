@@ -1,6 +1,8 @@
 """Scores against the formulas written out, on pieces of any size."""
 
+import copy
 import math
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,29 +15,36 @@ import throughtime as tt
 from strategies import seeds
 from throughtime.app.scores import MultiLabel
 from throughtime.errors import ConfigError, DataError
-from throughtime.metrics import Classification, Regression
+from throughtime.metrics import Classification, Regression, as_metric
 
 pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
 
 
 @given(sizes=pieces, seed=seeds, classes=st.sampled_from([2, 3, 7]))
 def test_classification_equals_the_formulas(sizes: list[int], seed: int, classes: int) -> None:
-    torch.manual_seed(seed)
+    draw = np.random.default_rng(seed)
     names = tuple(f"c{i}" for i in range(classes))
-    score, parts = tt.metrics.Classification(names), list[torch.Tensor]()
+    score = tt.metrics.Classification(names)
+    truth, guess = list[int](), list[int]()
     for size in sizes:
-        outputs, truth = torch.randn(size, classes), torch.randint(max(1, classes - 1), (size,))
+        outputs, targets = (
+            draw.normal(size=(size, classes)),
+            draw.integers(0, max(1, classes - 1), size),
+        )
         outputs[:, -1] -= 1
-        score.update(outputs, truth)
-        parts.append(torch.stack([truth, outputs.argmax(1)]))
-    truth, guess = torch.cat(parts, 1).numpy()
-    expected, f1 = {"accuracy": (truth == guess).mean()}, list[float]()
+        score.update(torch.from_numpy(outputs), torch.from_numpy(targets))
+        truth += targets.tolist()
+        guess += outputs.argmax(1).tolist()
+    found = score.compute()
+    assert found["accuracy"] == pytest.approx(np.mean(np.array(truth) == np.array(guess)))
+    f1 = dict[str, float]()
     for i, name in enumerate(names):
-        hit, either = ((truth == i) & (guess == i)).sum(), (truth == i).sum() + (guess == i).sum()
-        f1.append(2 * hit / either if either else math.nan)
-        expected[f"f1[{name}]"] = f1[-1]
-    expected["macro_f1"] = np.nanmean(f1)
-    assert score.compute() == pytest.approx(expected, nan_ok=True)
+        hit = sum(t == g == i for t, g in zip(truth, guess, strict=True))
+        missed, false = truth.count(i) - hit, guess.count(i) - hit
+        f1[name] = 2 * hit / (2 * hit + missed + false) if hit + missed + false else math.nan
+        assert found[f"f1[{name}]"] == pytest.approx(f1[name], nan_ok=True)
+    assert found["macro_f1"] == pytest.approx(np.nanmean(list(f1.values())))
+    assert set(found) == {"accuracy", "macro_f1", *(f"f1[{name}]" for name in names)}
 
 
 @given(
@@ -74,7 +83,8 @@ def test_scores_refuse_what_does_not_fit() -> None:
         (Classification(("a", "b")), two, torch.tensor([0, 5])),
         (Classification(("a", "b")), two * torch.nan, none),
         (Regression(), torch.zeros(3, 1), torch.zeros(3, 2)),
-        (MultiLabel(("a", "b")), two, two + 0.5),
+        (MultiLabel("ab"), two, two + 0.5),
+        (MultiLabel("ab"), two * torch.nan, two),
     ):
         with pytest.raises(DataError):
             metric.update(outputs, targets)
@@ -98,6 +108,8 @@ def test_each_row_is_compared_with_its_own_target(
     classes = Classification(2)
     classes.update(rows, labels.view(targets))
     assert classes.confusion.sum() == 7
+    right = (rows.argmax(1) == labels).double().mean().item()
+    assert classes.compute()["accuracy"] == pytest.approx(right)
 
 
 def test_metric_of_torchmetrics_gives_the_value_of_ours_and_stays_as_it_was() -> None:
@@ -117,28 +129,47 @@ def test_metric_of_torchmetrics_gives_the_value_of_ours_and_stays_as_it_was() ->
         assert own["MulticlassAccuracy"] == pytest.approx(ours.recordings[name]["accuracy"])
 
 
-def test_classes_may_be_given_by_their_number() -> None:
-    metric = Classification(2)
-    metric.update(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
-    assert metric.compute().keys() == {"accuracy", "macro_f1", "f1[0]", "f1[1]"}
-    for wrong in (0, "ab"):
+def test_what_is_no_metric_is_refused() -> None:
+    for wrong in ({}, Classification):
         with pytest.raises(ConfigError):
-            Classification(wrong)
+            as_metric(wrong)  # type: ignore[arg-type]
+
+
+def test_classes_may_be_given_by_their_number() -> None:
+    for classes in (2, cast("int", np.int64(2))):
+        metric = Classification(classes)
+        metric.update(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
+        assert metric.compute().keys() == {"accuracy", "macro_f1", "f1[0]", "f1[1]"}
+    for wrong in (0, True, "ab", None, 2.0):
+        with pytest.raises(ConfigError):
+            Classification(wrong)  # type: ignore[arg-type]
+
+
+def test_a_metric_of_outputs_with_a_graph_keeps_no_graph() -> None:
+    """As in a loop that has no `no_grad` around it: every chunk's graph would stay in memory."""
+    weight = torch.ones((), requires_grad=True)
+    score = Regression()
+    for _ in range(2):
+        score.update(weight * torch.randn(5, 1), weight * torch.randn(5, 1))
+    values = (score.squared_error, score.squared_target, score.spread, score.mean)
+    assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    assert copy.deepcopy(score).compute() == score.compute()
 
 
 def test_labels_are_scored_each_by_itself() -> None:
-    outputs, targets = torch.randn(200, 2), torch.randint(0, 2, (200, 2))
-    score = MultiLabel(("a", "b"))
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(200, 3), torch.randint(0, 2, (200, 3))
+    score = MultiLabel(("a", "b", "c"))
     other = score.new()
     score.update(outputs[:77], targets[:77])
     other.update(outputs[77:], targets[77:].double())
     score.merge(other)
-    values = score.compute()
-    for name, column, labels in zip("ab", outputs.T, targets.T, strict=True):
+    values, alone = score.compute(), list[dict[str, float]]()
+    for name, column, labels in zip("abc", outputs.T, targets.T, strict=True):
         one = Classification(2)
         one.update(torch.stack([torch.zeros(200), column], 1), labels)
-        alone = one.compute()
-        assert values[f"f1[{name}]"] == pytest.approx(alone["f1[1]"])
-        assert values[f"accuracy[{name}]"] == pytest.approx(alone["accuracy"])
-    for name, own in (("macro_f1", "f1"), ("accuracy", "accuracy")):
-        assert values[name] == pytest.approx((values[f"{own}[a]"] + values[f"{own}[b]"]) / 2)
+        alone.append(one.compute())
+        assert values[f"f1[{name}]"] == pytest.approx(alone[-1]["f1[1]"])
+        assert values[f"accuracy[{name}]"] == pytest.approx(alone[-1]["accuracy"])
+    assert values["macro_f1"] == pytest.approx(np.mean([each["f1[1]"] for each in alone]))
+    assert values["accuracy"] == pytest.approx(np.mean([each["accuracy"] for each in alone]))

@@ -132,6 +132,7 @@ REFUSED = [
         "--out p.csv: predictions are written as .npy or .csv, those of many recordings as .csv",
     ),
     (["{data}", "--out", "{data}"], "is a recording itself; choose another --out"),
+    (["{data}/valve1/0.csv", "--out", "{data}/other/9.csv"], "is a recording itself"),
 ]
 
 

@@ -411,6 +411,24 @@ def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.M
 # --- a start that wrote no checkpoint ---
 
 
+def test_a_start_that_failed_is_taken_over(tmp_path: Path) -> None:
+    data, out = write_recordings(tmp_path / "data"), tmp_path / "run"
+    code, _, errors = ended(*flags(settings(data, out, warm_up=10_000)))
+    assert code == 2
+    assert "without a single step that counts" in errors
+    code, _, errors = ended(*flags(settings(data, out, lr=1e30)))
+    assert code == 2
+    assert "training diverged at update" in errors
+    whole = finish(settings(data, tmp_path / "whole"))
+    code, _, errors = ended(*flags(settings(data, out)))
+    assert code == 0, errors
+    assert RunFolder(out).model.read_bytes() == whole.model.read_bytes()
+    assert [row["kind"] for row in RunFolder(out).read_metrics()].count("data") == 1
+    code, _, errors = ended(*flags(settings(data, out)))
+    assert code == 2
+    assert "holds a run already, or other files" in errors
+
+
 def test_settings_of_another_hand_and_models_are_not_overwritten(
     folder: RunFolder, tmp_path: Path
 ) -> None:
@@ -419,11 +437,16 @@ def test_settings_of_another_hand_and_models_are_not_overwritten(
     (own / "config.toml").write_text('data = "d"  # by hand\n', encoding="utf-8")
     code, _, errors = ended(*flags(settings(data, own)))
     assert code == 2
-    assert "holds a run already" in errors
+    assert "holds a run already, or other files" in errors
     folder.checkpoint.unlink()
     code, _, errors = ended(*flags(settings(data, folder.path)))
     assert code == 2
-    assert "holds a run already" in errors
+    assert "holds a run already, or other files" in errors
+    before = {path.name: path.read_bytes() for path in data.iterdir()}
+    code, _, errors = ended(*flags(settings(data, data)))
+    assert code == 2
+    assert "holds a run already, or other files" in errors
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == before
 
 
 # --- a full disk ---
@@ -492,6 +515,6 @@ def test_a_file_of_another_origin_is_not_replaced(name: str, tmp_path: Path) -> 
     (out / "config.toml").write_text('mine = "precious"\n', encoding="utf-8")
     (out / "metrics.jsonl").write_text('{"other": "log"}\n', encoding="utf-8")
     before = (out / name).read_bytes()
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="line 1 is damaged"):
         RunFolder(out).check_free()
     assert (out / name).read_bytes() == before

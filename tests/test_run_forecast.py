@@ -61,13 +61,13 @@ def forecast(data: Path, out: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
-    """The baseline is that of NumPy, on the steps that have a target and its value."""
+    """Baselines are those of NumPy, on the steps that have a target and both values."""
     data, y = hourly(tmp_path)
     out = tmp_path / "run"
     words = f"train {data} --targets OT --ahead 24 --season 168 --updates 20"
     printed = run(*words.split(), "--missing", "mask", "--out", out)
     assert "inputs load, OT; targets OT" in printed
-    assert "baseline/rmse" in printed
+    assert printed.count("persistence") == printed.count("season ") == 2
     run("eval", out)
     scores = json.loads((out / "scores-valid.json").read_text(encoding="utf-8"))["metrics"]
 
@@ -75,18 +75,21 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     now = np.arange(ROWS - CUT - 24)
     target, season = held_out[now + 24], np.full(len(now), np.nan)
     season[144:] = held_out[now[144:] + 24 - 168]
-    same = np.isfinite(target) & np.isfinite(season)
+    same = np.isfinite(target) & np.isfinite(held_out[now]) & np.isfinite(season)
     assert scores["compared/steps"] == same.sum() < np.isfinite(target).sum()
     trained = load_run(out)
     (part,) = trained.recordings(data, "valid")
     outputs, _ = predict(trained.net, part, dtype=trained.spec.torch_dtype, missing="mask")
     model = outputs.numpy()[now, 0]
-    errors = {k: (v - target)[same] for k, v in {"model": model, "baseline": season}.items()}
+    forecasts = {"model": model, "persistence": held_out[now], "season": season}
+    errors = {name: (value - target)[same] for name, value in forecasts.items()}
     for name, error in errors.items():
         assert scores[f"{name}/rmse[OT]"] == pytest.approx(np.sqrt(np.mean(error**2)), rel=1e-4)
-    skill = 1 - np.mean(errors["model"] ** 2) / np.mean(errors["baseline"] ** 2)
-    assert scores["skill[OT]"] == pytest.approx(skill, rel=1e-3)
-    assert "baseline/rmse" in (out / "report.html").read_text(encoding="utf-8")
+        if name != "model":
+            skill = 1 - np.mean(errors["model"] ** 2) / np.mean(error**2)
+            assert scores[f"{name}/skill[OT]"] == pytest.approx(skill, rel=1e-3)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("persistence rmse") == page.count("season skill") == 1
 
 
 def test_targets_are_shifted_within_each_split(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -
     errors = series[2][3:] - series[2][:-3]
     assert rows[-1]["compared/steps"] == 57
     for i, column in enumerate("uv"):
-        rmse = rows[-1][f"baseline/rmse[{column}]"]
+        rmse = rows[-1][f"persistence/rmse[{column}]"]
         assert rmse == pytest.approx(np.sqrt((errors[:, i] ** 2).mean()), rel=1e-5)
     short = {**values, "ahead": 60, "out": str(tmp_path / "short")}
     with pytest.raises(DataError, match=r"'a.csv' has 60 steps, so none has a target 60 steps"):
@@ -174,8 +177,9 @@ def scores_of(out: Path) -> dict[str, float]:
 def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_path: Path) -> None:
     """Scores and baselines are those of the values themselves, on the same steps."""
     data, ot = walk(tmp_path)
-    train(data, tmp_path / "plain", "--ahead", "1-3")
+    said = train(data, tmp_path / "plain", "--ahead", "1-3")
     plain = scores_of(tmp_path / "plain")
+    assert "a skill below 0: try --difference" in " ".join(said.split())
     said = train(data, tmp_path / "change", "--ahead", "1-3", "--difference")
     change = scores_of(tmp_path / "change")
     assert "targets OT+1, OT+2, OT+3" in said
@@ -183,9 +187,9 @@ def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_pat
     for n in (1, 2, 3):
         errors = held_out[n : n + 797] - held_out[:797]
         for scores in (plain, change):
-            rmse = scores[f"baseline/rmse[OT+{n}]"]
+            rmse = scores[f"persistence/rmse[OT+{n}]"]
             assert rmse == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
-        assert plain[f"skill[OT+{n}]"] < 0 < 0.3 < change[f"skill[OT+{n}]"]
+        assert plain[f"persistence/skill[OT+{n}]"] < 0 < 0.3 < change[f"persistence/skill[OT+{n}]"]
 
 
 def test_a_difference_is_learned_in_units_of_the_change(tmp_path: Path) -> None:
@@ -236,6 +240,8 @@ def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
         Training.begin(Config(**values))
     with pytest.raises(ConfigError, match="--difference belongs to numbers"):
         Config(**{**values, "task": "classify"})
+    with pytest.raises(ConfigError, match="which --standardise recording takes out of their units"):
+        Config(**{**values, "standardise": "recording"})
     with pytest.raises(ConfigError, match="several forecasts, which are of numbers"):
         Config(**{**values, "difference": False, "ahead": "1-3", "task": "classify"})
 

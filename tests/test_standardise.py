@@ -15,7 +15,7 @@ import throughtime as tt
 from test_cli import run
 from throughtime.deploy.session import Session
 from throughtime.errors import DataError, ModelError
-from throughtime.nn.affine import Standardise, WholeRecording
+from throughtime.nn.affine import Standardise
 
 SCALE, LEVEL = torch.tensor([5.0, 0.1, 100.0]), torch.tensor([1000.0, -3.0, 0.0])
 
@@ -158,10 +158,28 @@ def test_standardisation_that_a_stream_cannot_have_is_refused() -> None:
         tt.nn.Standardise.of(tt.Stream(x, 1, 5, standardise="split"), "targets")
 
 
-def test_whole_recordings_are_no_inputs_of_a_live_net() -> None:
-    net = tt.carry(nn.Sequential(WholeRecording(), nn.GRU(3, 1)))
+def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for k, (x, anomaly) in enumerate(recordings(0, 3)):
+        np.savez(data / f"r{k}.npz", x=x, anomaly=anomaly)
+    options = ("--targets", "anomaly", "--updates", "2", "--standardise", "recording")
+    run("train", data, "--inputs", "x", *options, "--out", tmp_path / "run")
+    net = tt.load_run(tmp_path / "run").net
     with pytest.raises(ModelError, match="Train it with --standardise first:400"):
         tt.Predictor(net).step(np.zeros((1, 3)))
+    said = run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", ok=False)
+    assert "Train it with --standardise first:400" in said
+    run("predict", tmp_path / "run", data / "r2.npz", "--out", tmp_path / "p.npy")
+    x = recordings(0, 3)[2][0]
+    scaled = torch.as_tensor((x - x.mean(axis=0)) / x.std(axis=0))[:, None]
+    inner: Any = net.module
+    outputs = inner[2](inner[1](scaled.float())[0]).softmax(dim=2)[:, 0].detach().numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "p.npy"), outputs, atol=1e-5)
+    assert "whole recording" in run("eval", tmp_path / "run")
+    wrong = ("--inputs", "x", *options[:-1], "last:3", "--out", tmp_path / "no")
+    said = run("train", data, *wrong, ok=False)
+    assert "--standardise last:3: expected split or recording or none or first:N" in said
 
 
 def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:

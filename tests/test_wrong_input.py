@@ -25,6 +25,7 @@ TODAY = [
     ),
     ("train {data} --inputs x --targets label --gradient exact --stride 5", "argument 'stride'"),
     ("train --resume nowhere --lanes 2", "nowhere: no run there"),
+    ("train {data} --trust-code", "--trust-code belongs to --resume RUN"),
     ("train --resume {run} --lr 1", "leave out --lr. Only --updates or --epochs may be given"),
     ("train {data} --inputs x --targets label --out {run}", "continue it with --resume"),
     ("train {data} --learning-rate 1", "--learning-rate: no such option; throughtime train --help"),

@@ -63,7 +63,8 @@ class Part(NamedTuple):
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
 # unless a feature displaces more elsewhere: forecasts of several rows ahead, in carry and stream;
 # the layout of recordings, 2,200 of app's in stream; standardisation in Python, 830 in stream (460
-# of them of app), 190 in root
+# of them of app), 190 in root; in app 550 for what was cut and is wanted:
+# standardisation by recordings, both baselines, and the remarks on levels and leaks
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(25_000, 25_000),
@@ -74,7 +75,7 @@ PARTS = {
     "doctor": Part(24_240, 18_000),
     "deploy": Part(13_000, 13_000),
     "integrations": Part(8_000, 8_000),
-    "app": Part(25_287, 24_000),
+    "app": Part(25_800, 24_000),
     "testing": Part(3_300, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

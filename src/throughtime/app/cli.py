@@ -9,6 +9,7 @@ import difflib
 import inspect
 import os
 import re
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -41,6 +42,7 @@ from throughtime.errors import ConfigError, ThroughtimeError, counted, one_line
 if TYPE_CHECKING:
     from throughtime.app.load import Run
 
+_INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C ended
 WORTH_THREADS = 2e6  # multiplications of a step
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
@@ -69,7 +71,7 @@ def failures_printed() -> Generator[None]:
     try:
         yield
     except click.Abort:
-        sys.exit(130)  # as a shell's command that Ctrl-C ended
+        sys.exit(_INTERRUPTED)
     except Exception as error:
         if not (message := _in_words(error)):
             raise
@@ -105,7 +107,7 @@ def _usage_fault(error: click.UsageError) -> str:
         message = f"{error.option_name}: no such option"
         flags = [text for p in context.command.params for text in p.opts if text[0] == "-"]
         name = error.option_name.replace("_", "-").lower()
-        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
+        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.8):
             advice = f"write {near[0]}"
         elif name[1] != "-":
             advice = "flags begin with two dashes, such as --lr 0.01"
@@ -162,6 +164,11 @@ def train(values: dict[str, Any]) -> None:
     from throughtime.app.train import Training, started_ranks
 
     if options.resume is None:
+        if options.trust_code:
+            raise ConfigError(
+                "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since"
+                " a file that you name yourself is executed anyway"
+            )
         settings = new_settings(options.config, values)
         start = partial(Training.begin, settings)
     else:
@@ -305,9 +312,34 @@ def doctor(options: DoctorOptions) -> int:
     Exit code: that of the script, if it fails. Otherwise 1: there are findings; 2: there is no
     verdict, since no recurrent state was watched or the doctor itself failed; 0: nothing found.
     """
-    from throughtime.app.script import watch_script
+    from throughtime.doctor import doctor as open_doctor
 
-    return watch_script(options, click.get_current_context().args)
+    script, ignore = Path(options.script), options.ignore.split(",") if options.ignore else ()
+    if not script.is_file():
+        raise ConfigError(
+            f"{script}: no such file. Write throughtime doctor train.py, with the arguments of"
+            " train.py after it"
+        )
+    watch, code = open_doctor(ignore=ignore, strict=options.strict), 0
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(script), *click.get_current_context().args]
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        with watch:
+            runpy.run_path(str(script.absolute()), run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 (a script may raise anything)
+        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if not (options.strict and watch.findings):  # the first one stopped it
+            traceback.print_exc()
+    finally:
+        sys.argv, sys.path[:] = before
+    print(watch, flush=True)
+    unknown = watch.internal_error is not None or not watch.coverage.recurrences
+    return code or (1 if watch.findings else 2 * unknown)
 
 
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}

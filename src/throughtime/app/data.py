@@ -38,6 +38,7 @@ from throughtime.stream.recording import (
     as_columns,
     location,
     read_blocks,
+    standardised,
 )
 from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
 from throughtime.stream.targets import (
@@ -52,8 +53,15 @@ from throughtime.stream.targets import (
 _CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
 _MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
 _ROUNDING = 1e-8  # of a squared correlation: files round
+_FEW = 3  # changes that may agree by chance
+_COMPARED = 4  # recordings: fewer may differ by chance
 _MAX_CLASSES = 1000
 _MOST_NUMBERS = 20  # whole ones that are classes; text may have more
+_REASONS = {
+    "classify": "text or few whole numbers, each a class",
+    "multilabel": "several columns of 0 and 1, each a label by itself",
+    "regress": "numbers",
+}
 _RECORDINGS, _BLOCKS = 8, 16  # read at most to find the task
 
 
@@ -241,16 +249,18 @@ def entries_of(entries: Sequence[ManifestEntry], *splits: str) -> list[ManifestE
 
 
 def in_splits(
-    sources: Sequence[SourceRecording], holdout: float
+    sources: Sequence[SourceRecording], holdout: float, standardise: str = "split"
 ) -> tuple[dict[str, list[Recording]], str]:
     """Recordings by split, and in words where the splits come from.
 
     Without splits in a manifest or by sub-folders, the last recordings by name are held out as
-    `valid`; of a single recording, its end.
+    `valid`; of a single recording, its end. With `standardise` "recording" each is standardised by
+    itself, as a whole.
     """
     splits = dict[str, list[Recording]]()
     for split, recording, _ in sources:
-        splits.setdefault(split or "train", []).append(recording)
+        played = standardised(recording) if standardise == "recording" else recording
+        splits.setdefault(split or "train", []).append(played)
     if any(one.split for one in sources):
         return splits, f"splits as in the data ({_sizes(splits)})"
     train = splits["train"]
@@ -314,6 +324,7 @@ class Statistics:
         classes: how often each class occurs.
         without_inputs: steps with inputs that are NaN or infinite.
         without_target: steps without a target.
+        means: of the inputs of each recording.
         faults: of each recording, and of each block of targets.
     """
 
@@ -324,11 +335,12 @@ class Statistics:
     classes: Counter[str] = field(default_factory=Counter[str])
     without_inputs: int = 0
     without_target: int = 0
+    means: list[Array] = field(default_factory=list[Array])
     faults: list[str] = field(default_factory=list[str])
 
     def add(self, recording: Recording) -> None:
         """Add all steps of a recording."""
-        wrong, first = 0, ""
+        wrong, first, own = 0, "", Moments()
         for start, steps in read_blocks(recording):
             inputs = as_columns(steps.inputs)
             bad = ~np.isfinite(inputs)
@@ -337,8 +349,10 @@ class Statistics:
                 first = location(recording, start + step, column)
             wrong += int(bad.any(axis=1).sum())
             self.inputs.add(inputs)
+            own.add(inputs)
             if steps.targets is not None:
                 self._add_targets(f"recording '{recording.name}'", start, steps.targets)
+        self.means.append(own.mean)
         self.without_inputs += wrong
         if wrong and self.missing == "error":
             self.faults.append(
@@ -401,7 +415,7 @@ def open_dataset(config: Config) -> Dataset:
     entries = find_recordings(data, config.static)
     layout = with_task(layout_of(config), entries)
     sources = open_recordings(entries_of(entries, "train", "valid"), layout)
-    splits, remark = in_splits(sources, config.holdout)
+    splits, remark = in_splits(sources, config.holdout, config.standardise)
     parts = choose_split(splits, "train"), splits.get("valid", [])
     statistics = [Statistics(str(layout.task), config.missing) for _ in parts]
     # of unshifted targets: those without a later step are values of the same column
@@ -409,7 +423,8 @@ def open_dataset(config: Config) -> Dataset:
         for recording in part:
             survey.add(recording)
     _check_values(*statistics)
-    if config.difference and any(entry.targets is not None for entry in entries):
+    files = [entry.targets for entry in entries if entry.targets is not None]
+    if config.difference and files:
         raise DataError(
             "--difference adds to the present values of the targets, which it finds among the"
             " columns of the inputs: put the targets into the files of the inputs, or leave"
@@ -424,12 +439,17 @@ def open_dataset(config: Config) -> Dataset:
     )
     classes = sorted_classes(statistics[0].classes) if layout.classify else ()
     train, valid = (as_played(part, layout, classes) for part in parts)
-    remarks = [remark] if config.task else [remark, f"the targets fit --task {layout.task}"]
+    remarks = [remark]
+    if config.task is None:
+        remarks.append(f"the targets are {_REASONS[str(layout.task)]}: --task {layout.task}")
     remarks += _left_out(data, statistics[0])
     if len(train) < config.lanes:
         whole = f"--lanes {len(train)} keeps recordings whole"
         remarks.append(f"cut into {config.lanes} parts, one a lane ({whole})")
-    remarks += leaks(max(train, key=len), layout)
+    if config.standardise == "split":
+        remarks += _levels(statistics[0], layout)
+    copied = layout.open(files[0]).columns if files and not layout.ahead else ()
+    remarks += leaks(max(train, key=len), layout, copied)
     return Dataset(train, valid, statistics[0], layout, classes, tuple(remarks))
 
 
@@ -445,8 +465,9 @@ def _check_values(train: Statistics, valid: Statistics) -> None:
             )
         if unknown := sorted({*valid.classes} - {*train.classes}):
             faults.append(
-                f"the recordings held out have the classes {listed(unknown)}, which the training"
-                f" split has not ({listed(train.classes)}); hold out others, or name a split"
+                f"the recordings held out (valid) have the classes {listed(unknown)}, which the"
+                f" training split has not ({listed(train.classes)}); hold out others, or name a"
+                " split"
             )
     elif not train.targets.count.all():
         faults.append("a target column of the training split has no value at all")
@@ -467,27 +488,53 @@ def _left_out(data: Path, statistics: Statistics) -> Iterator[str]:
             yield f"{counted(count, noun)} left out: {why}"
 
 
-def leaks(recording: Recording, layout: Layout) -> Iterator[str]:
-    """The inputs that are a target, up to a shift and a scale, in the first block."""
+def _levels(statistics: Statistics, layout: Layout) -> Iterator[str]:
+    """The inputs whose level is another in each recording: it makes half of their variance."""
+    far = 2 * np.var(statistics.means, axis=0) > statistics.inputs.scale**2
+    differ = [name for name, is_far in zip(layout.inputs, far, strict=False) if is_far]
+    if differ and len(statistics.means) >= _COMPARED:
+        yield (
+            f"input {listed(differ)} differs more between recordings than within them; if its level"
+            " is of no meaning, --standardise first:400 takes that of the first steps of each"
+        )
+
+
+def leaks(recording: Recording, layout: Layout, copied: Sequence[str] = ()) -> Iterator[str]:
+    """The inputs that determine a target, in the first block, or that a targets file has as well.
+
+    Args:
+        recording: as it is played.
+        layout: with the names of its inputs.
+        copied: the columns of a targets file.
+    """
     _, steps = next(read_blocks(recording))
     if steps.targets is None:
         return
     x, y = as_columns(steps.inputs).T, as_columns(steps.targets).T
-    names = [n for n, a in zip(layout.inputs, x, strict=False) if any(_is_copy(a, b) for b in y)]
-    if names:
-        yield (
-            f"input {listed(names)} determines a target; if it is not known when the net runs,"
-            " leave it out of --inputs"
-        )
+    pairs = zip(layout.inputs, x, strict=False)
+    named = {
+        "determines a target": [name for name, a in pairs if any(_determines(a, b) for b in y)],
+        "is a column of the targets files": [
+            name for name in layout.inputs if name in copied and not name.isdecimal()
+        ],
+    }
+    for what, names in named.items():
+        if names:
+            yield (
+                f"input {listed(names)} {what}; if it is not known when the net runs, leave it out"
+                " of --inputs"
+            )
 
 
-def _is_copy(inputs: Array, targets: Array) -> bool:
-    """Whether a column is another one up to a shift and a scale."""
+def _determines(inputs: Array, targets: Array) -> bool:
+    """Whether a column is another one up to a shift and a scale, or changes where that does."""
     known = np.isfinite(inputs) & np.isfinite(targets) & (targets != IGNORE_INDEX)
     pair = np.stack([inputs[known], targets[known]])
     if known.sum() < 3 or not np.ptp(pair, axis=1).all():
         return False
-    return np.corrcoef(pair)[0, 1] ** 2 > 1 - _ROUNDING
+    own, changes = np.diff(pair) != 0
+    same = _FEW < changes.sum() < len(changes) / 2 and np.array_equal(own, changes)
+    return bool(same or np.corrcoef(pair)[0, 1] ** 2 > 1 - _ROUNDING)
 
 
 def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> Moments:

@@ -1,7 +1,7 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,7 @@ from throughtime.app.settings import Config
 from throughtime.errors import RunError, one_line
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
-from throughtime.metrics import Metrics
 from throughtime.stream import Recording
-from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import RecordingView, StepArrays
 from throughtime.stream.targets import ForecastRecording, later_rows
 
@@ -31,24 +29,27 @@ _LANES, _CHUNK = 64, 512  # recordings evaluated at the same time, and steps
 
 @dataclass(frozen=True)
 class BaselineRecording(RecordingView[ForecastRecording]):
-    """A forecast with the values of a baseline as series; what it lacks is as a missing target.
+    """A forecast with the values of the baselines as series; what they lack is as a missing target.
 
     Attributes:
         whole: the forecast.
-        lags: for each of the steps ahead, the steps before the present of the baseline's value.
+        lags: of each baseline, by name: the steps before the present of its value, for each ahead.
     """
 
     whole: ForecastRecording
-    lags: Sequence[int]
+    lags: Mapping[str, Sequence[int]]
 
     def read(self, start: int, stop: int) -> StepArrays:
         steps = self.whole.read(start, stop)
-        count, first = len(steps.inputs), max(0, start - max(self.lags))
+        count, first = len(steps.inputs), max(0, start - max(map(max, self.lags.values())))
         rows = self.whole.whole.read(first, start + count).targets
         if rows is None:
             return steps
-        values = later_rows(rows, [start - first - lag for lag in self.lags], count)
-        return steps._replace(series={"baseline": values})
+        series = {
+            name: later_rows(rows, [start - first - lag for lag in lags], count)
+            for name, lags in self.lags.items()
+        }
+        return steps._replace(series=series)
 
 
 def evaluate_recordings(
@@ -60,48 +61,46 @@ def evaluate_recordings(
 ) -> Evaluation:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank.
 
-    Those of a forecast include a comparison with a baseline: the value now or, with a season, that
-    of one season before the time of the forecast, or of the latest season before that which is
-    known (Hyndman & Athanasopoulos, Forecasting: Principles and Practice, section 5.2: naive and
-    seasonal naive). Both are measured on the same steps: those that have a target and this value.
-    `classes` gets all outputs.
+    Those of a forecast include a comparison with the value now and, with a season, with that of one
+    season before the time of the forecast, or of the latest season before that which is known
+    (Hyndman & Athanasopoulos, Forecasting: Principles and Practice, section 5.2: naive and seasonal
+    naive). All are measured on the same steps: those that have a target and all of these values.
+    `skill = 1 - error / error of the baseline`, of squared errors, is above 0 where the model is
+    better (Murphy 1988). `classes` gets all outputs.
     """
-    ahead = spec.layout.ahead if spec.layout.task == "regress" else ()
+    ahead, season = spec.layout.ahead if spec.layout.task == "regress" else (), config.season
+    lags = dict[str, list[int]]()
     played: list[Any] = recordings
     if ahead:
-        lags = [-n % config.season if config.season else 0 for n in ahead]
+        lags["persistence"] = [0] * len(ahead)
+        if season and any(n % season for n in ahead):  # else it ends with the present
+            lags["season"] = [-n % season for n in ahead]
         played = [BaselineRecording(one, lags) for one in played]
     stream = make_stream(played, spec, config, min(len(played), _LANES), _CHUNK)
-    errors, count = np.zeros((2, spec.outputs)), 0
+    errors, count = np.zeros((1 + len(lags), spec.outputs)), 0
     for chunk in stream:
         outputs = evaluator.add(chunk)
         sent = chunk.to(outputs.device)
         rows, targets = sent.valid_pairs(outputs)
         if classes is not None:
             classes.add(rows, targets)
-        if ahead:
-            parts = targets, rows, sent["baseline"][sent.mask]
+        if lags:
+            parts = targets, rows, *(sent[name][sent.mask] for name in lags)
             values = torch.stack([part.reshape(rows.shape).double() for part in parts])
             kept = values[:, values.isfinite().all(dim=2).all(dim=0)]
             count += kept.shape[1]
             errors += (kept[1:] - kept[0]).square().sum(dim=1).cpu().numpy()
     result = evaluator.result(stream)
-    compared = _comparison(spec.target_names, errors / count, count) if count else {}
-    return replace(result, metrics=result.metrics | compared)
-
-
-def _comparison(columns: Sequence[str], errors: Array, count: int) -> Metrics:
-    """The errors `(2, C)` of a model and of the baseline in so many steps, by name.
-
-    `skill = 1 - error / error of the baseline`, of squared errors, is above 0 where the model is
-    better (Murphy 1988).
-    """
-    metrics: Metrics = {"compared/steps": float(count)}
-    for column, model, baseline in zip(columns, *errors.tolist(), strict=True):
-        metrics[f"model/rmse[{column}]"] = math.sqrt(model)
-        metrics[f"baseline/rmse[{column}]"] = math.sqrt(baseline)
-        metrics[f"skill[{column}]"] = 1 - model / baseline if baseline else math.nan
-    return metrics
+    metrics = dict(result.metrics)
+    if count:
+        metrics["compared/steps"] = float(count)
+        means = (errors / count).tolist()
+        for name, row in zip(("model", *lags), means, strict=True):
+            for column, error, own in zip(spec.target_names, row, means[0], strict=True):
+                metrics[f"{name}/rmse[{column}]"] = math.sqrt(error)
+                if name in lags:
+                    metrics[f"{name}/skill[{column}]"] = 1 - own / error if error else math.nan
+    return replace(result, metrics=metrics)
 
 
 def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -> Scores:

@@ -95,12 +95,7 @@ def recordings(
         >>> splits["train"][0].read(0, 3).targets.tolist()
         [0, 1, 0]
     """
-    # users pass frames
-    if not isinstance(data, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DataError(
-            f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
-            " frame or arrays are one recording each: tt.recording(frame, targets='y')"
-        )
+    path = _as_path(data)
     layout = Layout(
         inputs=names_of(inputs),
         targets=names_of(targets),
@@ -114,7 +109,7 @@ def recordings(
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
-    entries = find_recordings(Path(data), layout.static)
+    entries = find_recordings(path, layout.static)
     layout = with_task(layout, entries)
     splits, _ = in_splits(open_recordings(entries, layout), holdout)
     train = splits.get("train", []) if layout.classify else []
@@ -122,6 +117,20 @@ def recordings(
     played = Splits({name: as_played(part, layout, classes) for name, part in splits.items()})
     played.classes = classes
     return played
+
+
+def _as_path(data: Any) -> Path:
+    """The path of recordings.
+
+    Raises:
+        DataError: it is none, but a frame.
+    """
+    if not isinstance(data, str | os.PathLike):
+        raise DataError(
+            f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
+            " frame or arrays are one recording each: tt.recording(frame, inputs=['u'])"
+        )
+    return Path(data)
 
 
 @dataclass(frozen=True)
@@ -185,13 +194,14 @@ class Run:
     ) -> tuple[str, list[Recording]]:
         """The name of the split, and its recordings, as `recordings`."""
         spec, holdout = self.spec, self.config.holdout
-        entries = find_recordings(Path(data or self.config.data), spec.layout.static)
+        path = _as_path(self.config.data if data is None else data)
+        entries = find_recordings(path, spec.layout.static)
         named = {entry.split for entry in entries}
         default = "valid" if data is None else "all"
         chosen = split or next((name for name in ("test", "valid") if name in named), default)
         own = entries if chosen == "all" else entries_of(entries, chosen)
         sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
-        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout)
+        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout, spec.standardise)
         if split is None and data is None and {*splits} == {"train"}:
             raise DataError(
                 "nothing of the data was held out from training: give other data, or write --split"

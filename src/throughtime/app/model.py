@@ -23,7 +23,7 @@ from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed, one_line
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.nn.affine import Affine, Difference, Standardise
+from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
 
@@ -174,7 +174,7 @@ def build_model(
     elif spec.standardise == "split":
         standardise = Affine(spec.features, inverse=False)
     else:
-        standardise = nn.Identity()
+        standardise = WholeRecording() if spec.standardise == "recording" else nn.Identity()
     units = [("units", Affine(spec.outputs, inverse=True))] if spec.layout.task == "regress" else []
     net = nn.Sequential(OrderedDict([("standardise", standardise), *inner, *units]))
     whole = Difference(net, columns=spec.difference) if spec.difference else net

@@ -69,10 +69,7 @@ def write_report(run: Run) -> Path:
     )
     page = environment.get_template("page.html.j2").render(
         run=run,
-        config=run.config,
-        spec=run.spec,
-        data=rows[0],
-        last=rows[-1],
+        rows=rows,
         weights=sum(weight.numel() for weight in run.net.parameters()),
         recording=_longest(run),
         scores=_scores(run, rows),

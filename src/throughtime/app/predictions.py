@@ -10,8 +10,9 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,14 +20,14 @@ from torch import Tensor
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec
 from throughtime.app.settings import PredictOptions
-from throughtime.errors import ConfigError, listed
+from throughtime.errors import ConfigError, DataError, listed
 from throughtime.files import named_errors, write_atomically
 from throughtime.predict import predict
 from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
 from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
-from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
+from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import as_columns, read_blocks, step_times
 
 LISTING = "predictions.json"
@@ -46,15 +47,7 @@ def plain_text(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA) and not is_number(text) else text
 
 
-class WrittenFile(NamedTuple):
-    """The predictions of a recording: their file, its rows, and how many steps were left out."""
-
-    path: Path
-    steps: int
-    skipped: int
-
-
-def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
+def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]]:
     """Write the predictions of each recording to a file.
 
     Those of a single file to one file, of others to a folder with files named after them; at an
@@ -64,6 +57,9 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
         run: its model and settings.
         options: the recordings, default: those that `Run.recordings` takes; the file or folder,
             default: predictions.csv, or the folder predictions; how to treat NaN.
+
+    Returns:
+        Of each file its path, its rows, and how many steps were left out.
 
     Raises:
         RunError, DataError: a recording failed.
@@ -81,19 +77,23 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
     recordings = run.recordings(data, split, targets=False)
     names = file_names([recording.name for recording in recordings])
     paths = [out] if suffix else [out / f"{name}.csv" for name in names]
-    entries = find_recordings(data or Path(run.config.data), run.spec.layout.static)
-    kept = {source.resolve() for entry in entries for source in entry.inputs}
+    entries = list[ManifestEntry]()
+    for path in {data or run.config.data, run.config.data}:
+        with suppress(DataError):  # what the run was trained on may be gone
+            entries += find_recordings(Path(path), run.spec.layout.static)
+    sources = (source for entry in entries for source in (*entry.inputs, entry.targets) if source)
+    kept = {source.resolve() for source in sources}
     if lost := [path for path in paths if path.resolve() in kept]:
         raise ConfigError(f"{listed(lost)} is a recording itself; choose another --out")
     if not suffix:  # by it readers of a folder of recordings know this one
         write_atomically(out / LISTING, json.dumps([path.name for path in paths]).encode())
-    done = list[WrittenFile]()
+    done = list[tuple[Path, int, int]]()
     for recording, path in zip(recordings, paths, strict=True):
         how: Any = {"missing": options.missing, "on_nan": options.on_nan}
         outputs, _ = predict(run.net, recording, dtype=run.spec.torch_dtype, **how)
         values = _values(run.spec, recording, outputs)
         _write(run.spec, recording, values, path)
-        done.append(WrittenFile(path, len(values), int(np.isnan(values).any(axis=1).sum())))
+        done.append((path, len(values), int(np.isnan(values).any(axis=1).sum())))
     return done
 
 

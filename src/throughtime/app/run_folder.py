@@ -25,7 +25,7 @@ from throughtime import tensor_files
 from throughtime.app.settings import CODE, Config, read_toml
 from throughtime.app.user_class import kept_class
 from throughtime.distributed import differing_keys
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, RunError, listed
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
@@ -108,18 +108,22 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Refuse a folder in which a new run cannot start.
+        """Refuse a folder in which a new run cannot start; a start that failed is replaced.
 
         Raises:
-            RunError: it is a file, or holds a run.
+            RunError: it is a file, or holds a run, or other files than a start without a checkpoint
+                leaves, which begins with the log.
         """
         if self.path.is_file():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        if any(map(os.path.lexists, (self.config, self.checkpoint, self.model))):
+        left = (self.config.name, self.metrics.name, ".py", ".tmp") if self.metrics.exists() else ()
+        every = (path.name for path in self.path.glob("[!.]*"))
+        if others := sorted(name for name in every if not name.endswith(left)):
             raise RunError(
-                f"{self.path}: holds a run already; continue it with --resume {self.path}, choose"
-                " another --out, or remove the folder"
+                f"{self.path}: holds a run already, or other files ({listed(others)}); if it is"
+                f" a run, continue it with --resume {self.path}, or choose another --out"
             )
+        self._lines()  # raises if the log is of another origin
 
     def create(self, config: Config) -> None:
         """Create the folder, with the resolved settings and the user's files that they name.
@@ -129,6 +133,7 @@ class RunFolder:
         """
         with self.locked():
             self.check_free()
+            self.metrics.touch()
             for own in config.code():
                 write_atomically(self.path / own.path.name, own.path.read_bytes())
             write_atomically(self.config, config.kept().to_toml().encode())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from throughtime.errors import counted
+from throughtime.errors import DataError, counted
 from throughtime.metrics import Metrics
 
 _MOST_ROWS = 12  # recordings, or classes of a confusion, in a table
@@ -28,6 +28,9 @@ class MultiLabel:
 
     Args:
         labels: their names, in the order of the outputs.
+
+    Raises:
+        DataError: a target that is neither 0 nor 1, or outputs that are NaN.
 
     Example:
         >>> import torch
@@ -48,7 +51,10 @@ class MultiLabel:
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs and targets of 0 and 1, both `(N, C)`."""
-        cases = 2 * targets.view_as(outputs).long() + (outputs > 0)
+        true = targets.view_as(outputs)
+        if outputs.isnan().any() or not ((true == 0) | (true == 1)).all():
+            raise DataError("labels are 0 or 1, and outputs numbers; got others, or NaN")
+        cases = 2 * true.long() + (outputs > 0)
         self.counts += one_hot(cases.cpu(), 4).sum(dim=0)
 
     def merge(self, other: "MultiLabel") -> None:
@@ -106,8 +112,12 @@ class Scores:
         )
         if named:
             kinds = [*next(iter(named.values()))]
-            heads = ["class or target", *kinds]
-            yield "each class or target by itself", heads, _texts(named, kinds)
+            heads = ["name", *(kind.replace("/", " ") for kind in kinds)]
+            advice = (
+                "; a skill below 0: try --difference, by which the net learns the change from now"
+            )
+            advice *= any("/skill[" in k and value < 0 for k, value in self.metrics.items())
+            yield f"each class or target by itself{advice}", heads, _texts(named, kinds)
         if 0 < len(self.confusion) <= _MOST_ROWS:
             yield (
                 "steps of each true class, a row, by the class that is predicted, a column",

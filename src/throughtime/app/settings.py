@@ -205,11 +205,11 @@ class Config(Settings):
     """Columns of the manifest with numbers of a whole recording, separated by commas. The net
     receives them at every step."""
     standardise: (
-        Literal["split", "none"]
+        Literal["split", "recording", "none"]
         | Annotated[str, StringConstraints(pattern="^first:[1-9][0-9]*$"), "first:N"]
     ) = "split"
-    """Inputs are standardised by the mean and deviation of the training split, or of the first N
-    steps of each recording, as they arrive (first:400); or not."""
+    """Inputs are standardised by the mean and deviation of the training split, of each recording,
+    or of the first N steps of each recording, as they arrive (first:400); or not."""
     delimiter: str | None = None
     """The character between the fields of a CSV file, or tab. Default: detected."""
     decimal: Literal[".", ","] | None = None
@@ -222,7 +222,7 @@ class Config(Settings):
     of several, such as 1-24 or 1,6,24, side by side."""
     season: PositiveInt | None = None
     """With --ahead: rows of a season, such as 24 of hourly data. Scores are compared with the value
-    one season before. Default: with the value now."""
+    one season before, too, not only with the value now."""
     missing: Literal["error", "mask"] = "error"
     """How to treat inputs that are NaN or infinite."""
     holdout: Share = 0.2
@@ -349,9 +349,14 @@ class Config(Settings):
     def _faults(self) -> dict[str, Any]:
         """What does not go together, in words, and whether it is so."""
         return {
-            f"--standardise {self.standardise} has no statistics of --static features, and would"
-            " count steps of --missing mask as zeros: take --standardise split": (
-                self.standardise.startswith("first:") and (self.static or self.missing == "mask")
+            f"--standardise {self.standardise} has no statistics of --static features, and first:N"
+            " would count steps of --missing mask as zeros: take --standardise split": (
+                (self.static and self.standardise not in {"split", "none"})
+                or (self.missing == "mask" and self.standardise.startswith("first:"))
+            ),
+            "--difference adds to the inputs of the net, which --standardise recording takes out of"
+            " their units: take --standardise split or first:400": (
+                self.difference and self.standardise == "recording"
             ),
             f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
             "--class-weights belongs to classes: leave it out, or write --task classify": (

@@ -150,7 +150,7 @@ class Training:
             ranks: those that train it; default: this process.
 
         Raises:
-            RunError: the folder holds a run already.
+            RunError: the folder holds a run already, or other files.
             DataError, ConfigError: what is wrong with data or settings.
         """
         folder = RunFolder(Path(config.out))
