@@ -144,7 +144,7 @@ def test_a_loaded_run_takes_raw_values_of_files_frames_and_live_rows(trained: Ru
 
 def test_data_that_a_run_cannot_read_are_refused(trained: RunFolder, tmp_path: Path) -> None:
     run = tt.load_run(trained.path)
-    with pytest.raises(DataError, match=r"inputs \['u', 'v'\] asked for, the file has \['u'\]"):
+    with pytest.raises(DataError, match=r"inputs \['u', 'v'\] asked for, it has \['u'\]"):
         run.recording(pd.DataFrame({"u": [1.0]}))
     with pytest.raises(DataError, match="trained on the static features none, got age"):
         run.recording(pd.DataFrame({"u": [1.0], "v": [1.0]}), {"age": 3.0})

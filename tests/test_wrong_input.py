@@ -14,7 +14,7 @@ TODAY = [
     ),
     ("train --task regress", "DATA is missing: A file with one recording"),
     ("train {data}.gone.csv --task regress", "no such file"),
-    ("train {data} --inputs x --targets lable", "the file has ['x', 'label', 'note']"),
+    ("train {data} --inputs x --targets lable", "it has ['x', 'label', 'note']"),
     ("train {data} --inputs x", "which columns are the targets? The file has x, label, note"),
     ("train {data} --inputs label --targets x", "the inputs holds text, such as ['high', 'low']"),
     ("train {data} --task regress --targets label --inputs x", "the targets holds text"),
@@ -43,7 +43,7 @@ TODAY = [
         "no recordings in split 'tst'; there are train (1), valid (1). Name one",
     ),
     ("eval {run} {data} --missing drop", "--missing drop: expected error or mask"),
-    ("predict {run} {other}", "inputs ['x'] asked for, the file has ['y']"),
+    ("predict {run} {other}", "inputs ['x'] asked for, it has ['y']"),
     ("predict {run} {data} --out p.txt", "predictions are written as .npy, .csv"),
     ("predict {run} {data} --on-nan drop", "expected raise or hold or reset"),
 ]
