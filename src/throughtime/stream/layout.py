@@ -182,8 +182,9 @@ def lay_out(
             f"recording '{name}' ({inputs.source}) is empty, expected at least one step"
         )
     others = dict(series or {})
-    lengths = ((f"series '{key}'", len(rows)) for key, rows in others.items())
-    check_lengths(name, [("inputs", len(inputs)), *lengths])
+    check_lengths(
+        name, [("inputs", len(inputs)), *((f"series '{k}'", len(v)) for k, v in others.items())]
+    )
     rows = None if targets is None else _place(name, targets, inputs, layout)
     check_numbers(inputs, "inputs")
     check_numbers(None if named or layout.classify else targets, "targets")

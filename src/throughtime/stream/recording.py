@@ -85,13 +85,13 @@ class Recording(Protocol):
 
 
 def sample_checksum(recording: Recording, blocks: int) -> str:
-    """A CRC-32 of so many blocks of 64 steps, evenly spaced; of all steps if they fit.
+    """A CRC-32 of so many blocks of 64 steps, from the first to the last; of all if they fit.
 
     An error while reading is the result: other ranks wait for one.
     """
     length, value = len(recording), 0
     try:
-        for start in range(0, length, max(_SAMPLE, -(-length // blocks))):
+        for start in np.linspace(0, max(0, length - _SAMPLE), blocks, dtype=int).tolist():
             steps = recording.read(start, min(start + _SAMPLE, length))
             for rows in steps.by_role.values():
                 value = zlib.crc32(rows.tobytes(), value)

@@ -365,9 +365,7 @@ class Stream:
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
 
     def _identity(self) -> dict[str, Any]:
-        names = "\n".join(
-            f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True)
-        )
+        names = repr([(r.name, len(r)) for r in self.recordings])
         settings = ("lanes", "seed", "hand_off", "missing", "standardise")
         return {
             **{name: getattr(self, name) for name in settings},
