@@ -377,6 +377,12 @@ def test_whole_numbers_that_a_type_would_change_are_refused(kind: str, tmp_path:
         list(tt.Stream(LARGE[kind](tmp_path), 1, 5))
 
 
+def test_whole_targets_of_a_regression_keep_their_values(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", u=[0.5, 1.0], y=[2**53 + 1, 1])
+    with pytest.raises(DataError, match="whole numbers have so many digits"):
+        tt.recordings(tmp_path, targets=["y"], task="regress")["train"][0].read(0, 2)
+
+
 def test_steps_of_a_data_set_are_one_dimension_by_name() -> None:
     x, y = np.arange(9.0).reshape(3, 3), np.arange(3.0)
     data = xr.Dataset({"x": (("ch", "time"), x), "y": ("time", y), "z": ("space", y)})
@@ -396,6 +402,10 @@ def test_arrays_that_are_no_columns_are_named_and_the_others_are_read(tmp_path: 
         tt.recording(tmp_path / "x.npz")
     labels = tt.recording(tmp_path / "x.h5", inputs="x", targets="y", classes=["N", "V"])
     assert str(labels.read(0, 2).targets) == "[0 1]"
+    (tmp_path / "files").mkdir()
+    (tmp_path / "x.h5").rename(tmp_path / "files" / "x.h5")
+    assert tt.recordings(tmp_path / "files", inputs=["x"], targets=["y"]).classes == ("N", "V")
+    (tmp_path / "files" / "x.h5").rename(tmp_path / "x.h5")
     with pytest.raises(DataError, match=r"\['short'\] asked for, it has short float64 \(1,\), x"):
         tt.recording(tmp_path / "x.h5", inputs="x", targets="short")
 

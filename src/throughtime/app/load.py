@@ -172,7 +172,7 @@ def _find_task(entries: Sequence[ManifestEntry], layout: Layout) -> Task:
     for source in open_recordings(first, replace(layout, task="classify")):
         for targets in islice(_targets(source.recording), _BLOCKS):
             names |= {*class_names([targets])}
-            columns = targets[0].size
+            columns = targets[:1].size
             if not all(map(is_number, names)):
                 return "classify"
             if len(names) > _MOST_CLASSES:

@@ -89,7 +89,7 @@ class Layout:
         Raises:
             DataError: no such column, or one that has another use as well.
         """
-        used = {*self.exclude, *(name for names in self.series.values() for name in names)}
+        used = set(self.exclude).union(*self.series.values())
         present = self.ahead or self.allow_target_as_input
         own = [] if self.inputs else [n for n in targets if not present or _is_text(table, n)]
         names = self.inputs or value_columns(table, [*used, *own])

@@ -27,7 +27,14 @@ from throughtime.stream.formats.arrays import (
     arrays_of_xarray,
     arrays_of_zarr,
 )
-from throughtime.stream.formats.table import Array, RowSource, Table, open_table, unreadable
+from throughtime.stream.formats.table import (
+    Array,
+    RowSource,
+    Table,
+    check_exact,
+    open_table,
+    unreadable,
+)
 
 _FRAMES = ("pandas.DataFrame", "polars.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch")
 _SERIES = ("pandas.Series", "polars.Series", "pyarrow.Array", "pyarrow.ChunkedArray")
@@ -86,7 +93,8 @@ class ColumnRows:
 
     def read(self, start: int, stop: int) -> Array:
         rows = self.table.read(start, stop, self.columns)
-        if self.whole is not None and rows.dtype.kind in "biu":
+        if self.whole and rows.dtype.kind in "biu":
+            check_exact(self.source, rows, self.whole)
             rows = rows.astype(self.whole)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
 
@@ -155,7 +163,8 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
     """
     if isinstance(source, (str, Path)):
         return open_table(Path(source), delimiter=delimiter, decimal=decimal)
-    path, items = f"the {type(source).__name__}", dict[Any, Any]()
+    path = f"the {type(source).__name__}"
+    items: Any = {}
     if isinstance(source, Table):
         return source
     if is_any(source, (*_FRAMES, *_SERIES)):
