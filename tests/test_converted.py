@@ -79,7 +79,7 @@ def flipped(content: bytes, draw: np.random.Generator) -> bytes:
 
 
 DAMAGES = {
-    "another row is the first": lambda content, _: content.replace(b'"], [0, ', b'"], [1, '),
+    "another row is the first": lambda content, _: content.replace(b"], [0, ", b"], [1, ", 1),
     "a bit flips": flipped,
     "it is cut short": lambda content, draw: content[: int(draw.integers(len(content)))],
     "another file": lambda content, draw: content[::-1] if draw.random() < 0.5 else b"",
@@ -105,7 +105,11 @@ def test_no_damage_of_a_cached_file_is_used_silently(
         file.write_bytes(damaged)
         arrow._checked.clear()  # as another process
         table = open_table(path)
-        np.testing.assert_array_equal(table.read(0, ROWS, "abc"), values)
+        try:
+            numbers_read = table.read(0, ROWS, "abc")
+        except DataError:  # it is written again
+            numbers_read = (table := open_table(path)).read(0, ROWS, "abc")
+        np.testing.assert_array_equal(numbers_read, values)
         assert table.read(ROWS - 1, ROWS, ["label"])[0, 0] == f"x {(ROWS - 1) % 7}"
 
 

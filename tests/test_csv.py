@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import throughtime as tt
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import is_number
@@ -181,7 +183,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in 
         "the first line is \\['N', '1', '2'\\], expected distinct",
     ),
     "no name": ("a,,b\n1,2,3\n", "expected distinct column names"),
-    "an index": (",u\n0,1\n", r"an index of pandas has no name: to_csv\(path, index=False\)"),
+    "an index": (",5\n7,1\n", r"an index of pandas has no name: to_csv\(path, index=False\)"),
     "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, as UTF-16"),
     "windows-1252": (
         "Größe;x\n1;2\n".encode("cp1252"),
@@ -347,3 +349,24 @@ def test_a_decimal_comma_in_a_single_column_separates_no_fields(text: str, tmp_p
     (tmp_path / "r.csv").write_text(text)
     table = open_table(tmp_path / "r.csv", decimal=",")
     assert table.read(0, 9, table.columns).tolist() == [[1.5], [2.5]]
+
+
+@pytest.mark.parametrize(
+    ("frame", "names"),
+    [
+        (pd.DataFrame({"u": [1.5, 2.5], "v": [3, 4]}), ("u", "v")),
+        (pd.DataFrame([[1.5, 3], [2.5, 4]]), ("0", "1")),
+        (pd.DataFrame([[1.5, 3], [2.5, 4]], columns=[2019, 2020]), ("2019", "2020")),
+    ],
+    ids=["names", "numbers", "years"],
+)
+def test_an_index_without_a_name_is_no_column(
+    frame: pd.DataFrame, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    frame.to_csv(tmp_path / "x.csv")
+    table = open_table(tmp_path / "x.csv")
+    assert table.columns == names
+    assert np.array_equal(table.read(0, 2, names), [[1.5, 3], [2.5, 4]])
+    frame.index = pd.date_range("2020-01-01", periods=2)
+    frame.rename(columns=str).add_prefix("c").to_csv(tmp_path / "x.csv")
+    assert tt.recording(tmp_path / "x.csv").read(0, 2).inputs.shape == (2, 2)

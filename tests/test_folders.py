@@ -90,13 +90,11 @@ def test_a_folder_reached_by_links_is_read_once_and_a_loop_ends(tmp_path: Path) 
     assert names_of(folder) == [("a/1.csv", ""), ("linked/2.csv", "")]
 
 
-def test_a_manifest_of_a_sub_folder_is_refused_and_one_in_the_folder_wins(tmp_path: Path) -> None:
+def test_a_manifest_in_the_folder_wins(tmp_path: Path) -> None:
     folder = make(tmp_path / "d", "a/1.csv", "a/2.csv")
     (folder / "a" / "recordings.csv").write_text("id;split;inputs\n1;train;1.csv\n2;test;2.csv\n")
-    with pytest.raises(
-        DataError, match=r"the sub-folder a has a manifest of its own, a/recordings"
-    ):
-        find_recordings(folder)
+    with pytest.raises(DataError, match=r"recordings\.csv.*text"):  # a recording, of text
+        tt.Stream(folder, 1, 5)
     assert names_of(folder / "a") == [("1", "train"), ("2", "test")]  # Excel writes semicolons
     (folder / "recordings.csv").write_text("id,inputs\nx,a/1.csv\n")
     assert names_of(folder) == [("x", "")]

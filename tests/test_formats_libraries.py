@@ -31,8 +31,10 @@ def test_values_that_netcdf_masks_are_nan(form: Any, tmp_path: Path) -> None:
         values = table.read(0, 5, [kind, f"{kind}_range"])
         assert values.dtype == ("f4" if kind == "f4" else "f8")
         gap = np.nan
-        np.testing.assert_array_equal(values.T, [[1, 2, 3, gap, gap], [1, gap, 3, 4, gap]])
-        assert table.read(0, 1, [kind]).dtype == values.dtype
+        unwritten = -127 if kind == "i1" else gap  # all bytes are values
+        first = [1, 2, 3, unwritten, unwritten]
+        np.testing.assert_array_equal(values.T, [first, [1, gap, 3, 4, gap]])
+        assert table.read(0, 1, [kind]).dtype == ("i1" if kind == "i1" else values.dtype)
 
 
 def test_integers_of_netcdf_that_float64_rounds_are_refused(tmp_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_integers_of_netcdf_that_float64_rounds_are_refused(tmp_path: Path) -> N
         file.createVariable("v", "i8", ("time",))[:] = [1, 2, 2**53 + 1]
     table = open_table(tmp_path / "r.nc")
     np.testing.assert_array_equal(table.read(0, 3, ["u"])[:, 0], [1, 2**53, np.nan])
-    with pytest.raises(DataError, match=r"r\.nc: 'v': has whole numbers .*float64.* merge"):
+    with pytest.raises(DataError, match=r"r\.nc: 'v': whole numbers .*float64"):
         table.read(0, 3, ["v"])
 
 

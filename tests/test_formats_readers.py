@@ -225,7 +225,7 @@ def test_large_files_have_the_times_of_small_ones(tmp_path: Path) -> None:
         np.testing.assert_array_equal(steps, [[14.5, np.nan], [15.5, 15]])
 
 
-def test_the_index_column_of_pandas_is_named(tmp_path: Path) -> None:
-    pd.DataFrame({"u": [1.0]}).to_csv(tmp_path / "r.csv")
+def test_an_index_of_pandas_that_may_be_values_is_refused(tmp_path: Path) -> None:
+    pd.DataFrame({"5": [1.0, 2.0]}, index=[7, 8]).to_csv(tmp_path / "r.csv")
     with pytest.raises(DataError, match=r"an index of pandas has no name: to_csv"):
         open_table(tmp_path / "r.csv")

@@ -184,14 +184,14 @@ def test_a_copy_is_accepted_where_it_is_meant() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"series": {"weight": "wight"}}, r"series 'weight' \['wight'\] asked for, the file has"),
+        ({"series": {"weight": "wight"}}, r"series 'weight' \['wight'\] asked for, it has"),
         (
             {"series": {"weight": "w"}, "inputs": ["w"]},
             r"\['w'\] are inputs, and series or excluded",
         ),
         ({"exclude": "u", "inputs": ["u"]}, r"\['u'\] are inputs, and series or excluded"),
-        ({"exclude": list(frame())}, r"inputs \[\] asked for, the file has"),
-        ({"exclude": ["u", "ww"]}, r"no column \['ww'\] to exclude.*did you mean 'w'"),
+        ({"exclude": list(frame())}, r"inputs \[\] asked for, it has"),
+        ({"exclude": ["u", "ww"]}, r"exclude \['u', 'ww'\] asked for.*did you mean 'w'"),
         ({"series": {"targets": "w"}}, "a series 'targets', a name that every chunk has"),
         ({"series": ["w"]}, r"series=\['w'\]: expected the columns of each series by its name"),
     ],

@@ -144,7 +144,7 @@ def test_a_loaded_run_takes_raw_values_of_files_frames_and_live_rows(trained: Ru
 def test_data_that_a_run_cannot_read_are_refused(trained: RunFolder, tmp_path: Path) -> None:
     run = tt.load_run(trained.path)
     (tmp_path / "a.csv").write_text("u\n1.0\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"inputs \['u', 'v'\] asked for, the file has \['u'\]"):
+    with pytest.raises(DataError, match=r"inputs \['u', 'v'\] asked for, it has \['u'\]"):
         run.recording(tmp_path / "a.csv")
     with pytest.raises(DataError, match=r"holds 3 recordings; Run\.recordings returns all"):
         run.recording(trained.path.parent / "data")

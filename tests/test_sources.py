@@ -308,3 +308,114 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
             tt.Stream(path, lanes=1, chunk=2)
     (tmp_path / "manifest.csv").write_text("id,inputs\na,x.csv\n", encoding="utf-8")
     assert [r.name for r in as_recordings(tmp_path)] == ["a"]
+
+
+def columns(**values: Any) -> pd.DataFrame:
+    return pd.DataFrame({name: np.atleast_1d(value) for name, value in values.items()})
+
+
+def files(folder: Path, *texts: str) -> Path:
+    for i, text in enumerate(texts):
+        (folder / f"{i}.csv").write_text(text)
+    return folder
+
+
+OTHER_COLUMNS: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda path: files(path, "u,v\n1,2\n", "v,u\n2,1\n"),
+    "recordings": lambda path: [
+        tt.recording(p) for p in sorted(files(path, "u,v\n1,2\n", "p,q\n2,1\n").iterdir())
+    ],
+    "frames": lambda _: [columns(u=1.0, v=2.0), columns(v=2.0, u=1.0)],
+    "mappings": lambda _: [{"inputs": columns(u=1.0)}, {"inputs": columns(v=1.0)}],
+    "targets": lambda _: [
+        {"inputs": columns(u=1.0), "targets": targets}
+        for targets in (columns(y=1.0, z=2.0), columns(z=2.0, y=1.0))
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_COLUMNS)
+def test_columns_of_other_names_or_in_another_order_are_not_joined(
+    kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"has the columns .* in one order: tt\.recording"):
+        tt.Stream(OTHER_COLUMNS[kind](tmp_path), 1, 5)
+
+
+def test_columns_that_are_named_or_series_may_have_other_names() -> None:
+    frame = columns(u=[1.0, 2.0], v=[3.0, 4.0])
+    for recordings in (
+        [tt.recording(frame, inputs=name) for name in "uv"],
+        [frame["u"], frame["v"]],
+        [(values()[:2, :1], frame["u"]), (values()[:2, :1], frame["v"])],
+    ):
+        assert len(tt.Stream(recordings, 1, 5).recordings) == 2
+
+
+def test_a_frame_of_inputs_alone_plays_in_a_list() -> None:
+    (chunk,) = tt.Stream([columns(inputs=[1.0, 2.0])], 1, 5)
+    assert chunk.targets is None
+    assert chunk.inputs.flatten().tolist() == [1, 2]
+
+
+LARGE: dict[str, Callable[[Path], Any]] = {
+    "wrapped": lambda _: np.full((3, 1), 2**63 + 8, np.uint64),
+    "wrapped to missing": lambda _: (np.zeros(3), np.full(3, 2**64 - 100, np.uint64)),
+    "wrapped ahead": lambda _: {
+        "inputs": np.zeros(3),
+        "targets": np.full(3, 2**64 - 100, np.uint64),
+        "ahead": 1,
+    },
+    "frame": lambda _: columns(u=[2**53 + 1, 2**53], v=[0.5, 1.5]),
+    "mapping": lambda _: tt.recording({"u": np.array([2**53 + 1]), "v": np.array([0.5])}),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_whole_numbers_that_a_type_would_change_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"whole numbers have so many digits that .*64"):
+        list(tt.Stream(LARGE[kind](tmp_path), 1, 5))
+
+
+def test_whole_targets_of_a_regression_keep_their_values(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", u=[0.5, 1.0], y=[2**53 + 1, 1])
+    with pytest.raises(DataError, match="whole numbers have so many digits"):
+        tt.recordings(tmp_path, targets=["y"], task="regress")["train"][0].read(0, 2)
+
+
+def test_steps_of_a_data_set_are_one_dimension_by_name() -> None:
+    x, y = np.arange(9.0).reshape(3, 3), np.arange(3.0)
+    data = xr.Dataset({"x": (("ch", "time"), x), "y": ("time", y), "z": ("space", y)})
+    recording = tt.recording(data, inputs="x", targets="y")
+    assert np.array_equal(recording.read(0, 3).inputs, x.T)
+    with pytest.raises(DataError, match=r"\['z'\] asked for, it has x float64 \(3, 3\), y"):
+        tt.recording(data, inputs="z")
+
+
+def test_arrays_that_are_no_columns_are_named_and_the_others_are_read(tmp_path: Path) -> None:
+    meta = np.array({"rate": 1}, object)
+    np.savez(tmp_path / "x.npz", x=values(), rate=250.0, meta=meta)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.update({"x": values()[:2], "y": ["N", "V"], "short": np.ones(1)})
+    assert np.array_equal(tt.recording(tmp_path / "x.npz", inputs="x").read(0, T).inputs, values())
+    with pytest.raises(DataError, match=r"'rate' is no column.* rate float64 \(\), meta object"):
+        tt.recording(tmp_path / "x.npz")
+    labels = tt.recording(tmp_path / "x.h5", inputs="x", targets="y", classes=["N", "V"])
+    assert str(labels.read(0, 2).targets) == "[0 1]"
+    (tmp_path / "files").mkdir()
+    (tmp_path / "x.h5").rename(tmp_path / "files" / "x.h5")
+    assert tt.recordings(tmp_path / "files", inputs=["x"], targets=["y"]).classes == ("N", "V")
+    (tmp_path / "files" / "x.h5").rename(tmp_path / "x.h5")
+    with pytest.raises(DataError, match=r"\['short'\] asked for, it has short float64 \(1,\), x"):
+        tt.recording(tmp_path / "x.h5", inputs="x", targets="short")
+
+
+def test_other_types_of_libraries(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"u": [1.0, 2.0], "y": pl.Series(["N", "V"], dtype=pl.Categorical)})
+    frame.write_ipc(tmp_path / "x.arrow")
+    recording = tt.recording(tmp_path / "x.arrow", targets="y", classes=["N", "V"])
+    assert str(recording.read(0, 2).targets) == "[0 1]"
+    with pytest.raises(DataError, match="Sparse"):
+        tt.Stream(torch.tensor(values()).to_sparse(), 1, 5)
+    with pytest.raises(DataError, match="collect a lazy frame"):
+        tt.recording(frame.lazy())

@@ -404,3 +404,12 @@ def test_resume_anywhere_of_any_stream_gives_the_same_weights(
     first, second = training(), training()
     second.until(None, second.restored(first.until(min(stop, through.done))))
     assert same_bits(weights(second.net), weights(through.net))
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_the_first_and_the_last_step_of_a_long_recording_are_compared(step: int) -> None:
+    values = np.zeros(9000)
+    saved_position = tt.Stream(values, 2, 400).state_dict()
+    values[step] = 1
+    with pytest.raises(DataError, match="checksum of recording 0"):
+        tt.Stream(values, 2, 400).load_state_dict(saved_position)

@@ -44,7 +44,7 @@ TODAY = [
         "no recordings in split 'tst'; there are train 1, valid 1. Name one",
     ),
     ("eval {run} {data} --missing drop", "--missing drop: expected error or mask"),
-    ("predict {run} {other}", "inputs ['x'] asked for, the file has ['y']"),
+    ("predict {run} {other}", "inputs ['x'] asked for, it has ['y']"),
     ("predict {run} {data} --out p.txt", "predictions are written as .npy or .csv"),
     ("predict {run} {data} --on-nan drop", "expected raise or hold or reset"),
 ]

@@ -112,7 +112,7 @@ def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
     for source in open_recordings(first, layout):
         for targets in islice(targets_in(source.recording), _BLOCKS):
             names |= {*class_names([targets])}
-            columns = targets[0].size
+            columns = targets[:1].size
             if not all(map(is_number, names)):
                 return layout
             if len(names) > _MOST_NUMBERS:

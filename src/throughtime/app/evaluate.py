@@ -28,7 +28,7 @@ _LANES, _CHUNK = 64, 512  # recordings evaluated at the same time, and steps
 
 
 @dataclass(frozen=True)
-class BaselineRecording(RecordingView[ForecastRecording]):
+class BaselineRecording(RecordingView):
     """A forecast with the values of the baselines as series; what they lack is as a missing target.
 
     Attributes:

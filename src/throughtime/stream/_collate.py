@@ -15,7 +15,7 @@ import torch
 from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, check_exact
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
 from throughtime.stream.recording import Recording, StepArrays, location
 from throughtime.stream.targets import IGNORE_INDEX
@@ -62,7 +62,8 @@ class Collator:
         per_step = self._metadata(slices, steps)
         _mask_out(per_step[1], self._missing_inputs(inputs, reads))
         if targets is not None:
-            _mask_out(per_step[1], _missing(targets))
+            is_float = targets.dtype.kind == "f"
+            _mask_out(per_step[1], np.isnan(targets) if is_float else targets == IGNORE_INDEX)
         metadata = ChunkMetadata.of(*map(torch.from_numpy, per_step))
         labels = None if targets is None else torch.from_numpy(targets)
         series = {name: torch.from_numpy(rows) for name, rows in arrays.items()}
@@ -90,6 +91,8 @@ class Collator:
                     f" for at step {part.position}, as {role}; it said that it has"
                     f" {len(recording)}. Did the file change?"
                 )
+            if rows.dtype == np.uint64:
+                check_exact(f"recording '{recording.name}': {role}", rows, self._dtype(role, rows))
         # layouts that are known to fit need not be put in words
         layout = tuple((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
         if layout not in self._accepted:
@@ -172,16 +175,12 @@ class Collator:
             if (values := missing[part.start : part.stop, part.lane]).any()
         )
         step, column = np.argwhere(values)[0].tolist()
-        recording = self.recordings[part.recording]
         raise DataError(
-            f"recording '{recording.name}' has an input that is NaN or infinite at"
-            f" {location(recording, part.position + step, column)}. {self.advice}"
+            f"recording '{self.recordings[part.recording].name}' has an input that is NaN or"
+            " infinite at"
+            f" {location(self.recordings[part.recording], part.position + step, column)}."
+            f" {self.advice}"
         )
-
-
-def _missing(targets: Array) -> Array:
-    """Which targets are NaN or -100."""
-    return np.isnan(targets) if targets.dtype.kind == "f" else targets == IGNORE_INDEX
 
 
 def _mask_out(mask: Array, missing: Array) -> None:

@@ -9,7 +9,7 @@ has it, when the net has read all of it.
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -30,7 +30,6 @@ from throughtime.stream.rows import (
 )
 from throughtime.stream.targets import SpanLabels, interval_labels
 
-_EXCERPT, _COMPARED = 64, 4096  # rows
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
 
@@ -90,7 +89,7 @@ class Layout:
         Raises:
             DataError: no such column, or one that has another use as well.
         """
-        used = {*self.exclude, *(name for names in self.series.values() for name in names)}
+        used = set(self.exclude).union(*self.series.values())
         present = self.ahead or self.allow_target_as_input
         own = [] if self.inputs else [n for n in targets if not present or _is_text(table, n)]
         names = self.inputs or value_columns(table, [*used, *own])
@@ -183,8 +182,9 @@ def lay_out(
             f"recording '{name}' ({inputs.source}) is empty, expected at least one step"
         )
     others = dict(series or {})
-    lengths = [(f"series '{key}'", len(rows)) for key, rows in others.items()]
-    check_lengths(name, [("inputs", len(inputs)), *lengths])
+    check_lengths(
+        name, [("inputs", len(inputs)), *((f"series '{k}'", len(v)) for k, v in others.items())]
+    )
     rows = None if targets is None else _place(name, targets, inputs, layout)
     check_numbers(inputs, "inputs")
     check_numbers(None if named or layout.classify else targets, "targets")
@@ -200,11 +200,18 @@ def lay_out(
         inputs,
         rows,
         static,
-        _columns(inputs),
-        LABEL if isinstance(targets, Labels) else _columns(targets),
+        getattr(inputs, "columns", ()),
+        LABEL if isinstance(targets, Labels) else getattr(targets, "columns", ()),
         times,
         tuple(others.items()),
+        _unnamed(inputs, layout.inputs) + _unnamed(targets, layout.targets),
     )
+
+
+def _unnamed(rows: object, names: Sequence[str]) -> tuple[str, ...]:
+    """The columns, if no setting names them; none of a single one that is read as `(n,)`."""
+    columns = () if names else getattr(rows, "columns", ())
+    return columns[getattr(rows, "flat", False) and len(columns) == 1 :]
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None) -> None:
@@ -212,7 +219,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None) -> Non
     if not (isinstance(inputs, ColumnRows) and isinstance(targets, ColumnRows)):
         return
     both = [column for column in targets.columns if column in inputs.columns]
-    blocks = {rows.table.read(0, _COMPARED, both).tobytes() for rows in (inputs, targets) if both}
+    blocks = {rows.table.read(0, 4096, both).tobytes() for rows in (inputs, targets) if both}
     if len(blocks) == 1:
         raise DataError(
             f"recording '{name}': {listed(both, quoted=True)} are inputs and targets of the same"
@@ -249,10 +256,6 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
     return replace(targets, whole=np.float64)
 
 
-def _columns(rows: object) -> tuple[str, ...]:
-    return rows.columns if isinstance(rows, ColumnRows) else ()
-
-
 def check_numbers(rows: object, role: str) -> None:
     """Refuse columns of text; the message says how to leave them out.
 
@@ -265,14 +268,13 @@ def check_numbers(rows: object, role: str) -> None:
     if not isinstance(rows, ColumnRows) or rows.read(0, 1).dtype.kind in "biuf":
         return
     texts = [name for name in rows.columns if _is_text(rows.table, name)]
-    excerpt = map(str, rows.table.read(0, _EXCERPT, texts[:1])[:, 0])
-    words = {word for word in excerpt if word and not is_number(word)}
+    excerpt = map(str, rows.table.read(0, 64, texts[:1])[:, 0])
     raise DataError(
         f"{rows.source}: column '{texts[0]}' of the {role} holds text, such as"
-        f" {listed(sorted(words), quoted=True)}, expected numbers; leave it out:"
-        f" exclude={listed(texts, quoted=True)} (--exclude {','.join(texts[:8])}); delete the line"
-        " below the header if it is one of units; or name the classes of targets in the order of"
-        " their indices: classes=[...] (--task classify)"
+        f" {listed(sorted({t for t in excerpt if t and not is_number(t)}), quoted=True)},"
+        f" expected numbers; leave it out: exclude={listed(texts, quoted=True)} (--exclude"
+        f" {','.join(texts[:8])}); delete the line below the header if it is one of units; or name"
+        " the classes of targets in the order of their indices: classes=[...] (--task classify)"
     )
 
 

@@ -26,7 +26,6 @@ SPLITS = {split: split for split in ("train", "valid", "test")} | {
 }
 """Names of sub-folders, in lower case, and the splits that they mean."""
 OUTPUTS = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "predictions.json")
-_OTHER_FOLDERS = ("__pycache__", "__MACOSX")
 _MAX_FAULTS = 5  # listed at most
 
 
@@ -131,7 +130,7 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
     from throughtime.stream.formats.csv import CsvFile
 
     file, known = CsvFile(path), {*COLUMNS, *static}
-    names = {*file.names}
+    names = {*file.names} - {"__index_level_0__"}  # of pandas
     if not {"id", "inputs", *static} <= names <= known or len(known) < len(COLUMNS) + len(static):
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
@@ -193,9 +192,9 @@ def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
     for entry in entries:
         owner = owners.setdefault(frozenset(path.resolve() for path in entry.inputs), entry)
         if owner.name != entry.name:
-            files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))
             faults.append(
-                f"'{owner.name}' and '{entry.name}' are the same recording, {listed(files)}:"
+                f"'{owner.name}' and '{entry.name}' are the same recording,"
+                f" {listed(dict.fromkeys((*owner.inputs, *entry.inputs)))}:"
                 " keep one of them, in one split"
             )
     return faults
@@ -214,11 +213,6 @@ def read_folder(folder: Path) -> FolderContent:
     for path in _walk(folder):
         name = path.relative_to(folder).as_posix()
         splits = {SPLITS[part] for part in name.lower().split("/")[:-1] if part in SPLITS}
-        if path.name in MANIFESTS:
-            raise DataError(
-                f"{folder}: the sub-folder {path.parent.name} has a manifest of its own, {name};"
-                f" name {path.parent} as the data, or write one manifest for all in {folder}"
-            )
         if len(splits) > 1:
             raise DataError(
                 f"{folder}: '{name}' lies in folders of the splits"
@@ -253,5 +247,5 @@ def _walk(folder: Path) -> Iterator[Path]:
         visited.add(here.resolve())
         recordings = [name for name in folders if Path(name).suffix.lower() in FOLDERS]
         yield from (here / name for name in (*files, *recordings) if not name.startswith("."))
-        others = {*folders} - {*_OTHER_FOLDERS, *recordings}
+        others = {*folders} - {"__pycache__", "__MACOSX", *recordings}
         folders[:] = sorted(name for name in others if not name.startswith("."))

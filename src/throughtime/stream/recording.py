@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -85,13 +85,13 @@ class Recording(Protocol):
 
 
 def sample_checksum(recording: Recording, blocks: int) -> str:
-    """A CRC-32 of so many blocks of 64 steps, evenly spaced; of all steps if they fit.
+    """A CRC-32 of so many blocks of 64 steps, from the first to the last; of all if they fit.
 
     An error while reading is the result: other ranks wait for one.
     """
     length, value = len(recording), 0
     try:
-        for start in range(0, length, max(_SAMPLE, -(-length // blocks))):
+        for start in np.linspace(0, max(0, length - _SAMPLE), blocks, dtype=int).tolist():
             steps = recording.read(start, min(start + _SAMPLE, length))
             for rows in steps.by_role.values():
                 value = zlib.crc32(rows.tobytes(), value)
@@ -100,7 +100,7 @@ def sample_checksum(recording: Recording, blocks: int) -> str:
     return f"{value:08x}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TableRecording:
     """A recording of rows: of arrays, of columns of files, or of several of them."""
 
@@ -112,9 +112,7 @@ class TableRecording:
     target_columns: tuple[str, ...] = ()
     times: RowSource | None = None
     series: tuple[tuple[str, RowSource], ...] = ()
-
-    def __repr__(self) -> str:
-        return f"TableRecording({self.name!r:.100}, {len(self)} steps)"
+    unnamed: tuple[str, ...] = ()  # columns that no setting names: other recordings have the same
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -141,13 +139,10 @@ class TableRecording:
         return np.concatenate([columns, features], axis=1, dtype=dtype, casting="same_kind")
 
 
-R = TypeVar("R", bound=Recording)
-
-
-class RecordingView(ABC, Generic[R]):
+class RecordingView(ABC):
     """Steps computed from those of another recording, with its name and length."""
 
-    whole: R
+    whole: Any
 
     @property
     def name(self) -> str:
@@ -162,7 +157,7 @@ class RecordingView(ABC, Generic[R]):
 
 
 @dataclass(frozen=True)
-class Part(RecordingView[Recording]):
+class Part(RecordingView):
     """The steps `start` to before `stop` of another recording, as a recording of its own."""
 
     whole: Recording
@@ -283,7 +278,7 @@ def moments_of(recordings: Sequence[Recording], role: str = "inputs") -> Moments
 
 
 @dataclass(frozen=True)
-class StandardisedRecording(RecordingView[Recording]):
+class StandardisedRecording(RecordingView):
     """A recording whose inputs have the mean 0 and the deviation 1, by all of its steps."""
 
     whole: Recording

@@ -26,11 +26,16 @@ from throughtime.stream.formats.arrays import (
     MatrixColumns,
     arrays_of_xarray,
     arrays_of_zarr,
-    longest_arrays,
 )
-from throughtime.stream.formats.table import Array, RowSource, Table, open_table
+from throughtime.stream.formats.table import (
+    Array,
+    RowSource,
+    Table,
+    check_exact,
+    open_table,
+    unreadable,
+)
 
-_GROUPS = ("xarray.Dataset", "zarr.Group")
 _FRAMES = ("pandas.DataFrame", "polars.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch")
 _SERIES = ("pandas.Series", "polars.Series", "pyarrow.Array", "pyarrow.ChunkedArray")
 
@@ -45,7 +50,7 @@ def is_any(value: object, names: Sequence[str]) -> bool:
 
 def has_columns(value: object) -> bool:
     """Whether an object is a table: a frame, an Arrow table, a group of arrays."""
-    return is_any(value, (*_GROUPS, *_FRAMES))
+    return is_any(value, ("xarray.Dataset", "zarr.Group", *_FRAMES))
 
 
 def is_series(value: object) -> bool:
@@ -60,14 +65,11 @@ def is_array(value: object) -> bool:
     return slices and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def is_table(value: object) -> bool:
-    """Whether an object is a table or a single column of one, or the path of a file."""
-    return isinstance(value, (str, Path)) or has_columns(value) or is_series(value)
-
-
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
-    return is_table(value) or is_array(value)
+    if isinstance(value, (str, Path, Table)) or has_columns(value):
+        return True
+    return is_series(value) or is_array(value)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class ColumnRows:
 
     def read(self, start: int, stop: int) -> Array:
         rows = self.table.read(start, stop, self.columns)
-        if self.whole is not None and rows.dtype.kind in "biu":
+        if self.whole and rows.dtype.kind in "biu":
+            check_exact(self.source, rows, self.whole)
             rows = rows.astype(self.whole)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
 
@@ -106,12 +109,11 @@ class ConcatTable(Table):
         self.sources, self.columns, self.length = sources, tuple(sources), len(tables[0])
         self.path = Path("; ".join(str(table.path) for table in tables))
         self.times = tuple(n for n, (table, name) in sources.items() if name in table.times)
-        self.rate = next((table.rate for table in tables if table.rate is not None), None)
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         groups = groupby((self.sources[name] for name in columns), key=itemgetter(0))
         parts = [table.read(start, stop, [name for _, name in group]) for table, group in groups]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return self.join(columns, parts)
 
 
 def concat_tables(name: str, tables: Sequence[Table]) -> Table:
@@ -161,12 +163,8 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
     """
     if isinstance(source, (str, Path)):
         return open_table(Path(source), delimiter=delimiter, decimal=decimal)
-    if delimiter is not None or decimal is not None:
-        raise DataError(
-            f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
-            f" a {type(source).__name__}; leave them out"
-        )
-    path, items = f"the {type(source).__name__}", dict[Any, Any]()
+    path = f"the {type(source).__name__}"
+    items: Any = {}
     if isinstance(source, Table):
         return source
     if is_any(source, (*_FRAMES, *_SERIES)):
@@ -184,10 +182,11 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
         items = {key: value for key, value in source.items() if not str(key).startswith("__")}
     if items and all(map(is_array, items.values())):
         arrays = {str(key): as_file_array(value) for key, value in items.items()}
-        return ArraysFile(path, longest_arrays(path, arrays))
+        return ArraysFile(path, arrays)
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a mapping of"
-        " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
+        " arrays, or an array (T, D); collect a lazy frame; arrays need no names:"
+        " tt.Stream((inputs, targets), ...)"
     )
 
 
@@ -227,12 +226,8 @@ def as_file_array(value: Any, name: str = "the arrays") -> Any:
             in another process.
     """
     if isinstance(value, torch.Tensor):
-        if value.dtype == torch.bfloat16:
-            raise DataError(
-                f"{name} are torch.bfloat16, which NumPy does not know; convert them:"
-                " tensor.float()"
-            )
-        return value.detach().cpu().numpy()
+        with unreadable(f"{name} are {value.dtype}", "convert: .float(), .to_dense()"):
+            return value.detach().cpu().numpy()
     if is_any(value, ["h5py.Dataset", "netCDF4.Variable"]):
         raise DataError(
             f"{name} belong to an open file; give its path, and the names of the arrays in it:"
@@ -254,15 +249,19 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
     """
     if role == "inputs" and isinstance(value, (list, tuple)) and value and all(map(is_rows, value)):
         value = concat_tables(name, [*map(as_table, value)])
-    if isinstance(value, Table) or is_table(value):
+    if is_series(value) or (is_rows(value) and not is_array(value)):
         table = as_table(value)
         return ColumnRows(table, value_columns(table), flat=role != "inputs" or is_series(value))
     array = as_file_array(value, f"recording '{name}': {role}") if is_array(value) else None
-    dims: Any = getattr(value, "dims", ())
     # torch and others have types of their own, which are numbers
     dtype: Any = getattr(array, "dtype", None)
-    is_number = getattr(dtype, "kind", "O") in "biuf" and dtype != np.longdouble
-    if array is None or not array.shape or not is_number or "time" in dims[1:]:
+    if (
+        array is None
+        or not array.shape
+        or getattr(dtype, "kind", "O") not in "biuf"
+        or dtype == np.longdouble
+        or "time" in getattr(value, "dims", ())[1:]
+    ):
         raise DataError(
             f"recording '{name}': {role} are a {type(value).__name__} of shape"
             f" {getattr(value, 'shape', None)} and type {dtype}, expected an array of numbers with"
@@ -285,14 +284,20 @@ def time_rows(table: Table, exclude: Sequence[str] = ()) -> ColumnRows | None:
     return ColumnRows(table, names[:1], flat=True) if names else None
 
 
-def check_columns(table: Table, names: Sequence[str], role: str) -> None:
-    """Refuse names of columns that are missing, named twice, or of time stamps; and no names."""
-    usable = {*value_columns(table)}  # there may be a million
+def check_columns(
+    table: Table, names: Sequence[str], role: str, columns: Sequence[str] = ()
+) -> None:
+    """Refuse names of columns that are missing or named twice, and no names.
+
+    The columns are those that are no time stamps, by default.
+    """
+    usable = {*(columns or value_columns(table))}  # there may be a million
     wrong = [name for name in names if name not in usable]
     if wrong or not names or len({*names}) < len(names):
-        hint = did_you_mean(wrong[0], usable) if wrong else ""
         raise DataError(
-            f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
-            f" {listed(value_columns(table), quoted=True)}; name one or several, each once"
-            f"{', and no time stamps: ' * bool(table.times)}{', '.join(table.times)}{hint}"
+            f"{table.path}: {role} {listed(names, quoted=True)} asked for, it has"
+            f" {table.contents or listed(columns or value_columns(table), quoted=True)}; name"
+            " one or several, each once"
+            f"{', and no time stamps: ' * bool(table.times)}{', '.join(table.times)}"
+            f"{did_you_mean(wrong[0], usable) if wrong else ''}"
         )

@@ -18,8 +18,16 @@ from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import RowSource, Table
 from throughtime.stream.layout import Labels, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import Part, Recording
-from throughtime.stream.rows import as_rows, as_table, has_columns, is_array, is_rows, is_series
+from throughtime.stream.recording import Part, Recording, innermost
+from throughtime.stream.rows import (
+    as_rows,
+    as_table,
+    check_columns,
+    has_columns,
+    is_array,
+    is_rows,
+    is_series,
+)
 from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 Recordings: TypeAlias = Any
@@ -58,7 +66,16 @@ def as_recordings(data: Recordings) -> list[Recording]:
         DataError: another kind of object, inputs and targets of different lengths, or a shape that
             may be one recording or several; the message has the line to write.
     """
-    return _expand(data, None)
+    recordings = _expand(data, None)
+    tables = [table for r in recordings if (table := innermost(r)[0]) and table.unnamed]
+    for table in tables:
+        if table.unnamed != tables[0].unnamed:
+            raise DataError(
+                f"recording '{table.name}' has the columns {listed(table.unnamed, quoted=True)},"
+                f" '{tables[0].name}' {listed(tables[0].unnamed, quoted=True)}; name those of each"
+                " in one order: tt.recording(path, inputs=[...], targets=...)"
+            )
+    return recordings
 
 
 def as_recording(data: Recordings, index: int | None = None) -> Recording:
@@ -157,11 +174,8 @@ def recording(
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
-    if absent := [column for column in layout.exclude if column not in table.columns]:
-        raise DataError(
-            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
-            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
-        )
+    if layout.exclude:
+        check_columns(table, layout.exclude, "exclude", table.columns)
     labels: RowSource | None = layout.target_rows(table)
     if targets is not None and not layout.targets:
         is_text = classes is not None and is_array(targets)
@@ -182,8 +196,7 @@ def recording(
             f"recording '{title}': start={start}, stop={stop} of {len(result)} steps; expected"
             " 0 <= start < stop <= the number of steps"
         )
-    part = result if end - start == len(result) else Part(result, start, end)
-    return shift_targets(part, ahead)
+    return shift_targets(result if end - start == len(result) else Part(result, start, end), ahead)
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -267,7 +280,10 @@ def _from_table(name: str, table: Table) -> Recording:
     if "inputs" not in table.columns:
         return recording(table, name=name)
     return recording(
-        table, name=name, inputs="inputs", targets=[c for c in table.columns if c == "targets"]
+        table,
+        name=name,
+        inputs="inputs",
+        targets="targets" if "targets" in table.columns else None,
     )
 
 
@@ -277,8 +293,10 @@ def _from_path(path: Path) -> list[Recording]:
         return [_from_table(path.name, as_table(path))]
     entries = find_recordings(path)
     if any(entry.split or entry.label is not None for entry in entries):
-        choice = f"tt.recordings('{path}')['{entries[0].split or 'train'}']"
-        raise DataError(f"{path}: has splits or labels; write tt.Stream({choice}, ...)")
+        raise DataError(
+            f"{path}: has splits or labels; write"
+            f" tt.Stream(tt.recordings('{path}')['{entries[0].split or 'train'}'], ...)"
+        )
     return [
         _from_mapping({"inputs": [first, *others], "targets": entry.targets}, entry.name)
         if others or entry.targets is not None
@@ -298,13 +316,12 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         if str(key).rstrip("s") in similar or not (is_array(value) or is_series(value))
     ]
     if "inputs" not in values or unknown:
-        hint = did_you_mean(unknown[0], _KEYS) if unknown else ""
         raise DataError(
             f"recording '{name}' has the keys {listed(map(str, source), quoted=True)}, expected"
             f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names, one row"
-            f" per step{hint}; several recordings are a list: list(data.values())"
+            f" per step{did_you_mean(unknown[0], _KEYS) if unknown else ''}; several recordings are"
+            " a list: list(data.values())"
         )
-    targets = _targets(values, name)
     ahead = values.get("ahead", 0)
     result = lay_out(
         name,
@@ -313,7 +330,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             ahead=horizons(ahead),
             allow_target_as_input=values.get("allow_target_as_input", False),
         ),
-        targets,
+        _targets(values, name),
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )

@@ -24,10 +24,6 @@ from throughtime.stream.recording import check_standardise, sample_checksum, sta
 from throughtime.stream.sources import Recordings, as_recordings
 
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
-_MOST_LANES = 64  # of recordings that are not cut
-_SAMPLED = 32  # recordings that a position and ranks compare, at most
-_MOST_FAULTS = 12  # in a message
-_BLOCKS = 96  # of all of them, three of each at least
 
 
 class Shard(NamedTuple):
@@ -156,9 +152,9 @@ class Stream:
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
-            name = self.recordings[self.lengths.index(0)].name
             raise DataError(
-                f"recording '{name}' is empty; leave it out: a recording needs at least one step"
+                f"recording '{self.recordings[self.lengths.index(0)].name}' is empty;"
+                " leave it out: a recording needs at least one step"
             )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self.wait_seconds = 0.0
@@ -356,7 +352,7 @@ class Stream:
         if faults:
             raise DataError(
                 "the saved position belongs to another stream: "
-                + "; ".join(faults[:_MOST_FAULTS])
+                + "; ".join(faults[:12])
                 + ". Make the stream as it was, of the same recordings, or start without the"
                 " position"
             )
@@ -369,9 +365,7 @@ class Stream:
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
 
     def _identity(self) -> dict[str, Any]:
-        names = "\n".join(
-            f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True)
-        )
+        names = repr([(r.name, len(r)) for r in self.recordings])
         settings = ("lanes", "seed", "hand_off", "missing", "standardise")
         return {
             **{name: getattr(self, name) for name in settings},
@@ -389,8 +383,9 @@ class Stream:
         None within a read, as in the handler of a signal: an open file has one position.
         """
         if not (self._sums or self._collator.reading):
-            chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
-            blocks = _BLOCKS // len(chosen)
+            # at most 32 of them, and three blocks of each at least
+            chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // 32)]
+            blocks = 96 // len(chosen)
             self._sums = {
                 f"checksum of recording {i} ('{r.name}')": sample_checksum(r, blocks)
                 for i, r in chosen
@@ -413,5 +408,5 @@ def whole_stream(
 ) -> Stream:
     """A stream that cuts none of the recordings, up to 64 side by side, all on this rank."""
     played = as_recordings(recordings)
-    lanes = min(max(1, len(played)), _MOST_LANES)
+    lanes = min(max(1, len(played)), 64)
     return Stream(played, lanes, chunk, seed=None, standardise=standardise, rank=0, ranks=1)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, check_whole, listed
-from throughtime.stream.formats.table import Array, is_number
+from throughtime.stream.formats.table import Array, check_exact, is_number
 from throughtime.stream.recording import Recording, RecordingView, StepArrays
 
 IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
@@ -29,7 +29,9 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
     """Missing targets, of the kind of `sample`; whole numbers are int64, which holds -100."""
     fills: dict[str, Any] = {"U": "", "S": b"", "f": np.nan, "O": None}
     fill = fills.get(sample.dtype.kind, IGNORE_INDEX)
-    return np.full(shape, fill, np.int64 if fill == IGNORE_INDEX else sample.dtype)
+    dtype = np.dtype(np.int64) if fill == IGNORE_INDEX else sample.dtype
+    check_exact("the targets", sample, dtype)
+    return np.full(shape, fill, dtype)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,14 @@ def interval_labels(
 
 
 def class_name(value: object) -> str:
-    """The name of a class: integers without a decimal point, empty for a missing value."""
+    """The name of a class: integers without a decimal point, empty for a missing value.
+
+    `01` is a name, other than `1`.
+    """
     if value is None:
         return ""
     text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
-    if not is_number(text):
+    if not is_number(text) or (text[0] == "0" and text[1:].isdecimal()):
         return text
     with suppress(ValueError):
         return str(int(text))  # above 2^53 as well, which a float rounds
@@ -118,7 +123,7 @@ def class_names(targets: Iterable[Array]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ClassRecording(RecordingView[Recording]):
+class ClassRecording(RecordingView):
     """A recording whose targets are class names, read as indices; -100 where there is none.
 
     Attributes:
@@ -150,10 +155,9 @@ class ClassRecording(RecordingView[Recording]):
         codes = np.array([index.get(name, -1) for name in map(class_name, values)], np.int64)
         if (codes == -1).any():
             wrong = values[codes == -1][0]
-            step = start + int(np.argmax(targets == wrong))
             raise DataError(
-                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step};"
-                f" {self.owner} {listed(self.classes)}"
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step"
+                f" {start + int(np.argmax(targets == wrong))}; {self.owner} {listed(self.classes)}"
             )
         return codes[inverse]
 
@@ -178,7 +182,7 @@ def with_classes(recording: Recording, classes: Iterable[Any] | None) -> Recordi
 
 
 @dataclass(frozen=True)
-class ForecastRecording(RecordingView[Recording]):
+class ForecastRecording(RecordingView):
     """The inputs and series of a recording with the targets of later steps.
 
     Of several, the targets are `(T, F * C)`: all columns of the first, then those of the next.
@@ -238,11 +242,8 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
         >>> shift_targets(recording, 1).read(0, 4).targets
         array([ 1.,  2.,  3., nan])
     """
-    several = np.ndim(steps) > 0
-    what = f"recording '{recording.name}': ahead"
-    counts = [
-        check_whole(what, n, int(several), DataError) for n in (steps if several else [steps])
-    ]
+    what, least = f"recording '{recording.name}': ahead", np.ndim(steps)
+    counts = [check_whole(what, n, least, DataError) for n in np.atleast_1d(steps).tolist()]
     if not counts or len({*counts}) < len(counts):
         raise DataError(
             f"{what}={steps!r}: expected how many steps later the target is, or several different"

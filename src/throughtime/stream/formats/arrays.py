@@ -4,6 +4,7 @@ Opening reads the names and shapes; the longest arrays are the columns. Shorter 
 of channels), coordinates and arrays of more than two dimensions are no columns.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,33 +17,72 @@ from throughtime.stream.formats.table import (
     Array,
     FileArray,
     Table,
+    check_exact,
     import_extra,
     unreadable,
 )
 from throughtime.stream.formats.times import nanoseconds
 
-_LABELS = "biufUSM"  # kinds of numbers, text and times
+_NUMBERS, _COLUMNS = "biuf", "biufUSTOM"  # kinds: numbers; and text and times
 
 
 class ArraysFile(Table):
-    """Named arrays of one length, read by slices of rows; a matrix is one wide column.
+    """Named arrays, read by slices of rows; a matrix is one wide column.
 
-    Arrays of `datetime64` are time stamps.
+    The longest of numbers are the columns, with text and time stamps (`datetime64`) as long. Where
+    there are no numbers, text.
+
+    Args:
+        path: of the file, for messages.
+        arrays: by name.
+        file: to keep open.
+        every: whether all arrays are columns; of one that is of another length, or has no rows of
+            values, there is an error when it is read.
+
+    Raises:
+        DataError: there is none, or one holds records of several fields.
     """
 
-    def __init__(self, path: Path | str, arrays: Mapping[str, FileArray], file: Any = None) -> None:
-        self.path, self._arrays, self._file, self.columns = path, arrays, file, tuple(arrays)
-        self.times = tuple(name for name, array in arrays.items() if array.dtype.kind == "M")
-        self.length = next((array.shape[0] for array in arrays.values()), 0)
+    def __init__(
+        self,
+        path: Path | str,
+        arrays: Mapping[str, FileArray],
+        file: Any = None,
+        *,
+        every: bool = False,
+    ) -> None:
+        ranks = {
+            name: (array.dtype.kind in _NUMBERS, array.shape[0])
+            for name, array in arrays.items()
+            if array.dtype.kind in _COLUMNS
+            and 0 < len(array.shape) <= 2 - (array.dtype.kind == "M")
+        }
+        self.path, self._file = path, file
+        _, self.length = max(ranks.values(), default=(False, 0))
+        self._arrays = {name: arrays[name] for name in ranks if ranks[name][1] == self.length}
+        self.contents = listed(f"{name} {a.dtype} {a.shape}" for name, a in arrays.items())
+        if not ranks or any(array.dtype.names for array in arrays.values()):
+            raise self._fault("")
+        self.columns = tuple(arrays if every else self._arrays)
+        self.times = tuple(name for name, a in self._arrays.items() if a.dtype.kind == "M")
+
+    def _fault(self, text: str) -> DataError:
+        return DataError(
+            f"{self.path}: {text}holds {self.contents or 'no array'}, expected arrays of numbers"
+            " (steps,) or (steps, features), and of records none; read it with its library, and"
+            " pass the arrays by name: tt.recording({'x': array}, ...)"
+        )
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         parts = list[Array]()
         for name in columns:
+            if name not in self._arrays:
+                raise self._fault(f"'{name}' is no column of {self.length} rows; name others; it ")
             what = f"{self.path}: '{name}'"
             rows = ArrayRows(what, self._arrays[name]).read(start, stop)
             rows = nanoseconds(rows, what) if name in self.times else rows
             parts.append(rows.reshape(stop - start, -1))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return self.join(columns, parts)
 
 
 class MatrixColumns(Table):
@@ -76,60 +116,33 @@ class ArrayRows:
         with unreadable(what, "is the file damaged?"):
             rows: Any = self.array[start:stop]
             if isinstance(rows, np.ma.MaskedArray):
-                values = rows if rows.dtype.kind == "f" else rows.astype(np.float64)
-                if rows.dtype.kind in "iu" and (values.astype(rows.dtype) != rows).any():
-                    raise DataError(
-                        f"{self.source}: has whole numbers of so many digits that float64, which"
-                        " has NaN for missing ones, would merge them; leave it out"
-                    )
-                rows = np.ma.filled(values, np.nan)
+                values = rows.astype(np.float64) if rows.dtype.kind in "biu" else rows
+                check_exact(self.source, rows, values.dtype)
+                rows = np.ma.filled(values, np.nan if values.dtype.kind == "f" else "")
             return np.asarray(rows)
-
-
-def longest_arrays(
-    path: Path | str, arrays: Mapping[str, FileArray], kinds: str = "biufM", *, every: bool = False
-) -> dict[str, FileArray]:
-    """The longest vectors and matrices of numbers, and time stamps of that length: the columns.
-
-    Args:
-        path: for messages.
-        arrays: by name.
-        kinds: of types that are columns.
-        every: whether all arrays must be columns.
-
-    Raises:
-        DataError: there is none, or one holds records of several fields, or is no column.
-    """
-    usable = {n: a for n, a in arrays.items() if len(a.shape) in (1, 2) and a.dtype.kind in kinds}
-    longest = max((a.shape[0] for a in usable.values() if a.dtype.kind != "M"), default=None)
-    columns = {name: array for name, array in usable.items() if array.shape[0] == longest}
-    records = [name for name, array in arrays.items() if array.dtype.names]
-    if not columns or records or (every and len(columns) < len(arrays)):
-        contents = listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
-        raise DataError(
-            f"{path}: holds {contents or 'no array'}, expected arrays of numbers (steps,) or"
-            " (steps, features), and of records none; read it with its library, and pass the arrays"
-            " by name: tt.recording({'x': array}, ...)"
-        )
-    return columns
 
 
 def open_npy(path: Path) -> Table:
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
-    longest_arrays(path, {"0": array}, _LABELS)
+    ArraysFile(path, {"0": array})
     return MatrixColumns(path, array if array.ndim == 2 else array[:, None])
 
 
 def open_npz(path: Path) -> Table:
     """Every array is a column under its own name; a matrix is one wide column.
 
-    All arrays need the same number of rows. They are loaded: save large ones as `.npy`.
+    All arrays that are not left out need the same number of rows. They are loaded: save large ones
+    as `.npy`. Arrays of Python objects are not.
     """
     with unreadable(f"{path}: not a readable .npz file"), path.open("rb") as file:
-        arrays = dict[str, Any](np.load(file))  # of a path, it leaves a damaged file open
-    return ArraysFile(path, longest_arrays(path, arrays, _LABELS, every=True))
+        members: Any = np.load(file)  # of a path, it leaves a damaged file open
+        arrays = dict.fromkeys(members, np.array(None))
+        for name in members:
+            with contextlib.suppress(ValueError):  # of objects
+                arrays[name] = members[name]
+    return ArraysFile(path, arrays, every=True)
 
 
 def open_hdf5(path: Path) -> ArraysFile:
@@ -142,7 +155,7 @@ def open_hdf5(path: Path) -> ArraysFile:
     h5py = import_extra("h5py", path, "HDF5", "hdf5")
     with unreadable(f"{path}: not a readable HDF5 file"):
         arrays = arrays_of_hdf5(h5py.File(path, "r"))  # the datasets keep the file open
-    return ArraysFile(path, longest_arrays(path, arrays))
+    return ArraysFile(path, arrays)
 
 
 _PACKING = {
@@ -187,7 +200,7 @@ def open_zarr(path: Path) -> ArraysFile:
     with unreadable(f"{path}: not a readable Zarr folder"):
         root: Any = zarr.open(path, mode="r")
         arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
-    table = ArraysFile(path, longest_arrays(path, arrays))
+    table = ArraysFile(path, arrays)
     table.files = tuple(file for name in (".zarray", "zarr.json") for file in path.rglob(name))
     return table
 
@@ -211,9 +224,15 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
 
 
 def arrays_of_xarray(data: Any) -> dict[str, FileArray]:
-    """The variables of a data set, and its time stamps."""
+    """The variables of a data set that have steps, first, and its time stamps.
+
+    Steps are the dimension `time`, or the longest of those that are the first of a variable.
+    """
     times = {name: array for name, array in data.coords.items() if array.dtype.kind == "M"}
-    return {**data.data_vars, **times}
+    arrays, sizes = {**data.data_vars, **times}, data.sizes
+    first = (dim for array in arrays.values() for dim in array.dims[:1])
+    steps = "time" if "time" in sizes else max(first, key=sizes.__getitem__, default="")
+    return {name: a.transpose(steps, ...) for name, a in arrays.items() if steps in a.dims}
 
 
 def open_netcdf(path: Path) -> ArraysFile:
@@ -241,12 +260,18 @@ def open_netcdf(path: Path) -> ArraysFile:
     with unreadable(f"{path}: not a readable netCDF file"):
         data = netcdf.Dataset(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
-    return ArraysFile(path, longest_arrays(path, arrays), data)
+    return ArraysFile(path, arrays, data)
 
 
 def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:
-    """The variables of an open group that are no coordinates, and no times."""
+    """The variables of an open group that are no coordinates, and no times.
+
+    Bytes that were never written cannot be told from values: all are values, as the format says.
+    """
     variables: dict[str, Any] = group.variables
+    for variable in variables.values():
+        if variable.dtype in ("i1", "u1") and not _PACKING & {*variable.ncattrs()}:
+            variable.set_auto_mask(False)
     listed = " ".join(str(getattr(variable, "coordinates", "")) for variable in variables.values())
     coordinates = {*group.dimensions, *listed.split()}
     return {

@@ -1,10 +1,10 @@
 """Tables by pyarrow: frames, and files that are converted once to an Arrow file.
 
 Files of CSV, Parquet and Arrow are converted batch by batch to an Arrow file in the user's cache
-folder. It ends with a trailer: what is known of the columns, the source as it was (size, times, a
-hash of sampled blocks), where each batch ends, and the CRC-32 of each. What does not fit is
-converted again. A cached file is written under another name, synced and renamed; a lock lets one
-process write while the others wait for its file.
+folder. It ends with a trailer: what is known of the columns, the source as it was (size, times),
+where each batch ends, and the CRC-32 of each. What does not fit is converted again. A cached file
+is written under another name, synced and renamed; a lock lets one process write while the others
+wait for its file.
 """
 
 import hashlib
@@ -23,18 +23,21 @@ import pyarrow as pa
 
 from throughtime.errors import DataError, listed
 from throughtime.files import exclusive, sync, user_folder
-from throughtime.stream.formats.table import Array, DamagedError, Table, unreadable
+from throughtime.stream.formats.table import (
+    Array,
+    Table,
+    check_exact,
+    unreadable,
+)
 from throughtime.stream.formats.times import nanoseconds
 
-VERSION = 11  # of what is stored: older files are converted again
+VERSION = 12  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
 ROWS = 65_536  # of a batch that is converted, at most
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
 _TIMES = ("timestamp", "date")
 _CASTS = {"bool": "int8", "decimal": "double", "null": "double"}
 _KNOWN = {*_CASTS, "int", "uint", "halffloat", "float", "double"}
-_INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
-_SAMPLES, _SAMPLE = 16, 4096  # blocks of a source that are hashed, and their bytes
 _checked: dict[str, set[int]] = {}  # the parts of each cached file that this process has checked
 
 
@@ -73,11 +76,15 @@ class ArrowFile(Table):
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
-        self.columns = tuple(n for n in schema.names if n in self.times or not _INDEX.fullmatch(n))
+        self.columns = tuple(
+            n for n in schema.names if n in self.times or not n.startswith("__index_level_")
+        )
         self.length = starts[-1]
         if len({*self.columns}) < len(self.columns):
-            names = listed(self.columns, quoted=True)
-            raise DataError(f"{path}: has the columns {names}, expected distinct names")
+            raise DataError(
+                f"{path}: has the columns {listed(self.columns, quoted=True)}, expected distinct"
+                " names"
+            )
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for name in filter(self._faults.__contains__, columns):  # the first, of several
@@ -86,15 +93,15 @@ class ArrowFile(Table):
         if self._latest[0] != span:
             self._latest = span, pa.Table.from_batches(map(self._batch, span))
         table, first = self._latest[1], start - self._starts[span[0]]
-        values = [self._values(n, table.column(n).slice(first, stop - start)) for n in columns]
-        return values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
+        values = (self._values(n, table.column(n).slice(first, stop - start)) for n in columns)
+        return self.join(columns, [v[:, None] for v in values])
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
         kind, what, [*chunks] = self._kinds[name], f"{self.path}: column '{name}'", column.chunks
         column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         if kind == "dictionary":
-            column = column.dictionary_decode()
+            column = pa.array(column.to_pylist(), column.type.value_type)  # not every type decodes
             kind = _kind(column.type)
         if kind in _TEXT:
             return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
@@ -107,12 +114,7 @@ class ArrowFile(Table):
             )
         if kind not in ("int", "uint") or name not in self._nullable:
             return column.cast(_CASTS.get(kind, column.type)).to_numpy(zero_copy_only=False)
-        whole = column.fill_null(0).to_numpy()
-        if (whole != whole.astype(np.float64).astype(whole.dtype)).any():
-            raise DataError(
-                f"{what} has missing values, and whole numbers of so many digits that float64 would"
-                " merge them; leave it out, or fill the missing ones"
-            )
+        check_exact(what, column.fill_null(0).to_numpy(), np.float64)
         return column.cast("double").to_numpy(zero_copy_only=False)
 
 
@@ -221,17 +223,9 @@ def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFi
 
 
 def fingerprint(path: Path) -> list[Any]:
-    """What shows whether a file is what it was: size, times, a hash of sampled blocks.
-
-    Cost: a tenth of a millisecond, if the blocks are in the page cache.
-    """
-    status, digest = path.stat(), hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        last = max(0, status.st_size - _SAMPLE)
-        for i in range(_SAMPLES):
-            file.seek(last * i // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE))
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()]
+    """What shows whether a file is what it was: size and times."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _write(path: Path, content: Batches, to: Path, source: list[Any]) -> None:
@@ -286,7 +280,7 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     def batch(index: int) -> Any:
         if not is_intact(index + 1):
             cached.unlink(missing_ok=True)
-            raise DamagedError(f"{cached}: is damaged; delete it, and it is written again")
+            raise DataError(f"{cached}: is damaged; run again, and it is written again")
         return reader.get_batch(index)
 
     if not (is_intact(0) and is_intact(len(sums) - 1)):

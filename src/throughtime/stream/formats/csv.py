@@ -27,18 +27,14 @@ compute: Any = import_module("pyarrow.compute")
 
 FIELDS = 2**15  # of a block; more of them are slower, since they leave the cache
 MIN_ROWS = 64  # of a block of many columns, at least
-_FIRST = 8  # blocks that show what columns hold
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
-MISSED, NUMBER, BOOLEAN, TEXT, TIME = "missed", "number", "boolean", "text", "time"
 _EXPECTED = {  # of others a time stamp
-    NUMBER: "a number, as above it (float64 merges ones above 2^53); a decimal comma: --decimal ,"
+    "number": "a number, as above it (float64 merges ones above 2^53); a decimal comma: --decimal ,"
     " (decimal=',' in Python); thousands without a mark",
-    BOOLEAN: "true or false",
+    "boolean": "true or false",
 }
 _SAMPLE, _RECORDS = 2**17, 200  # characters and records at most that show the dialect
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
-_EXACT = 2.0**53  # up to which float64 holds every whole number
-_PANDAS = "or read it with pandas or polars and pass the frame: tt.recording(frame, ...)"
 
 
 def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = None) -> Table:
@@ -48,7 +44,8 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
     `NA` or `NULL`. One whose first field is a time stamp is times; whether 3/9
     is March or September is decided by the first 262,144 fields. One of `true` and `false` is 0
     and 1. All else is text. A field of another kind is an error. A first line of values like those
-    of the second is no header: the columns are then called `0`, `1`, ...
+    of the second is no header: the columns are then called `0`, `1`, ... One whose first field
+    alone is empty is of a frame of pandas: the index below it is no column, but for time stamps.
 
     Args:
         path: a file in UTF-8, or in UTF-16 with its byte order mark.
@@ -112,28 +109,31 @@ class CsvFile:
         """
         top, below = (*rows[:2], rows[0])[:2]
         first, second = ([*map(self._kind_of, row)] for row in (top, below))
-        like = all(a == b or MISSED in (a, b) for a, b in zip(first, second, strict=False))
-        values, names = {*first} - {MISSED}, tuple(map(str.strip, top))
-        distinct = "" not in names and len({*names}) == len(names)
+        like = all(a == b or "missed" in (a, b) for a, b in zip(first, second, strict=False))
+        values, names = {*first} - {"missed"}, tuple(map(str.strip, top))
+        index = not names[0] and all(names[1:])  # of pandas, without a name
+        distinct = "" not in names[index:] and len({*names}) == len(names)
         # as pandas names columns, or years above decimals
-        counts = len(names) > 2 and [*map(str, range(len(names)))] == [*names]
+        counts = len(names) > 2 and names == tuple(map(str, range(len(names))))
         decimals = like and not any(field.strip().lstrip("+-").isdecimal() for field in below)
         whole = distinct and all(map(str.isdecimal, names)) and (counts or decimals)
-        if TEXT not in values and values and (like or values == {NUMBER}) and not whole:
+        is_text = "text" in values
+        if values and not is_text and (like or values == {"number"}) and not (whole or index):
             return ()
-        if not distinct or TEXT not in values or (len(rows) > 1 and like and values - {TEXT}):
+        is_header = is_text and not (len(rows) > 1 and like and values - {"text"})
+        if not distinct or not (is_header or (index and rows[-1][0] == str(len(rows) - 2))):
             raise self._fault(
                 f"the first line is {[*names]}, expected distinct column names with letters, or"
                 " values of the same kinds as in the next line; an index of pandas has no name:"
                 " to_csv(path, index=False)"
             )
-        return names
+        return ("__index_level_0__", *names[1:]) if index else names
 
     def _kind_of(self, field: str) -> str:
         """What a field holds, roughly."""
         if field.strip() in MISSING:
-            return MISSED
-        return NUMBER if is_number(field, self.decimal) else TIME if is_time(field) else TEXT
+            return "missed"
+        return "number" if is_number(field, self.decimal) else "time" if is_time(field) else "text"
 
     def _lines(self) -> Iterator[str]:
         with self.path.open("rb") as file:
@@ -147,13 +147,16 @@ class CsvFile:
                     yield text
             except UnicodeDecodeError as error:
                 line += 1 + error.object[: error.start].count(b"\n")
-                hint = "as Excel does? Save it as UTF-8"
                 raise self._fault(
-                    f"line {line} is no {error.encoding.upper()}; is it WINDOWS-1252, {hint}"
+                    f"line {line} is no {error.encoding.upper()}; is it WINDOWS-1252, as Excel"
+                    " does? Save it as UTF-8"
                 ) from error
 
     def _fault(self, text: str) -> DataError:
-        return DataError(f"{self.path}: {text}; mend it, {_PANDAS}")
+        return DataError(
+            f"{self.path}: {text}; mend it, or read it with pandas or polars and pass the frame:"
+            " tt.recording(frame, ...)"
+        )
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         """The records, each with its last line; a blank line is a value of a single column."""
@@ -199,7 +202,7 @@ class CsvFile:
         """
         none = pa.array([], pa.string())
         first = pa.Table.from_batches(
-            islice(self.texts(), _FIRST), pa.schema(dict.fromkeys(self.names, none.type))
+            islice(self.texts(), 8), pa.schema(dict.fromkeys(self.names, none.type))
         )
         columns = zip(self.names, first.columns, strict=True)
         kinds = {name: self._kind(column.combine_chunks()) for name, column in columns}
@@ -229,11 +232,11 @@ class CsvFile:
         fields = (text.as_py() for text in texts)
         first = next((field for field in fields if field.strip() not in MISSING), "0")
         if is_number(first) or is_number(first, ","):
-            return NUMBER
+            return "number"
         filled = _filled(texts).drop_null()
         if {*compute.unique(compute.utf8_lower(filled)).to_pylist()} <= {"true", "false"}:
-            return BOOLEAN
-        return " ".join(time_kinds(filled)) or TEXT
+            return "boolean"
+        return " ".join(time_kinds(filled)) or "text"
 
     def _values(self, texts: Any, kind: str) -> Any:
         """The values of a column.
@@ -241,11 +244,11 @@ class CsvFile:
         Raises:
             pyarrow.ArrowInvalid: a field is of another kind.
         """
-        if kind == NUMBER:
+        if kind == "number":
             return self._numbers(texts)
-        if kind == TEXT:
+        if kind == "text":
             return texts
-        if kind == BOOLEAN:
+        if kind == "boolean":
             return _filled(texts).cast(pa.bool_())
         first, *other = kind.split()
         if other and len(texts):
@@ -263,7 +266,7 @@ class CsvFile:
                 filled = compute.replace_substring(filled, ".", "no decimal mark")
                 filled = compute.replace_substring(filled, self.decimal, ".")
             values = compute.replace_substring_regex(filled, r"^\+([\d.])", r"\1").cast("float64")
-        large = texts.filter(compute.greater_equal(compute.abs(values), _EXACT))
+        large = texts.filter(compute.greater_equal(compute.abs(values), 2.0**53))
         if compute.any(compute.match_substring_regex(large, r"^\s*[+-]?\d{16,}\s*$")).as_py():
             raise pa.ArrowInvalid  # float64 would merge it with others
         return values
@@ -274,9 +277,9 @@ class CsvFile:
         with contextlib.suppress(pa.ArrowInvalid):
             for index in range(len(texts)):
                 self._values(texts[index : index + 1], kind)
-        line, _ = next(islice(self._records(), row + index, None))
         return self._fault(
-            f"line {line}, column '{name}' holds {texts[index].as_py().strip()[:40]!r}, expected"
+            f"line {next(islice(self._records(), row + index, None))[0]}, column '{name}' holds"
+            f" {texts[index].as_py().strip()[:40]!r}, expected"
             f" {_EXPECTED.get(kind, 'a time stamp, such as 2020-03-09, day and month distinct')};"
             " or leave the column out"
         )

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError, ThroughtimeError
+from throughtime.errors import DataError, MissingExtraError, ThroughtimeError, listed
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
@@ -51,6 +51,7 @@ class Table:
         times: the columns of time, which are no inputs, read as `datetime64[ns]`.
         rate: rows per second; `None` where the file does not say.
         files: those that must not change while it is read; the path itself if there are none.
+        contents: all that it has, with types and shapes, where that is more than columns.
     """
 
     path: Path | str
@@ -59,6 +60,7 @@ class Table:
     times: tuple[str, ...] = ()
     rate: float | None = None
     files: tuple[Path, ...] = ()
+    contents: str = ""
 
     def __len__(self) -> int:
         return self.length
@@ -78,6 +80,14 @@ class Table:
         """Rows that exist, at least one, of columns by their names in the file."""
         raise NotImplementedError
 
+    def join(self, columns: Sequence[str], parts: Sequence[Array]) -> Array:
+        """The rows of columns side by side, in a type that holds the values of all."""
+        result = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        what = f"{self.path}: {listed(columns, quoted=True)}"
+        for part in parts:
+            check_exact(what, part, result.dtype)
+        return result
+
 
 def stamp(path: Path) -> tuple[int, int]:
     """The size and modification time of a file: they show whether it changed.
@@ -95,10 +105,6 @@ def stamp(path: Path) -> tuple[int, int]:
             " it is played"
         ) from error
     return status.st_size, status.st_mtime_ns
-
-
-class DamagedError(DataError):
-    """A cached file does not hold what was written; opened again, it is made again."""
 
 
 class FileTable(Table):
@@ -120,7 +126,7 @@ class FileTable(Table):
         file = self._open()
         self._stamps = {each: stamp(each) for each in file.files} or {path: opened}
         self.columns, self.length = file.columns, file.length
-        self.times, self.rate = file.times, file.rate
+        self.times, self.rate, self.contents = file.times, file.rate, file.contents
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for path, opened in self._stamps.items():
@@ -129,9 +135,6 @@ class FileTable(Table):
                     f"{path}: changed since it was opened; do not write to a recording while it is"
                     " played"
                 )
-        with contextlib.suppress(DamagedError):
-            return self._open().rows(start, stop, columns)
-        self._file = None
         return self._open().rows(start, stop, columns)
 
     def _open(self) -> Table:
@@ -193,16 +196,16 @@ def open_table(
         MissingExtraError: the format needs an extra that is not installed.
     """
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
+    if not path.exists():
         raise DataError(
-            f"{path}: the format '{path.suffix}' is unknown, expected one of"
-            f" {', '.join(SUFFIXES)}; read it with its library, and pass the array"
+            f"{path}: no such file; for a pattern write the list of its files:"
+            " sorted(Path('days').glob('*.csv'))"
         )
-    is_folder = suffix in FOLDERS
-    if not (path.is_dir() if is_folder else path.is_file()):
+    if suffix not in SUFFIXES or path.is_dir() != (suffix in FOLDERS):
         raise DataError(
-            f"{path}: no such {'folder' if is_folder else 'file'}; for a pattern write the list of"
-            " its files: sorted(Path('days').glob('*.csv'))"
+            f"{path}: expected a file of one of the formats {', '.join(SUFFIXES)}; read others with"
+            " their library, and pass the array; a folder of files: tt.Stream(folder, ...) or"
+            " tt.recordings(folder)"
         )
     module, _, name = _FORMATS[suffix].partition(".")
     opener = getattr(importlib.import_module(f"throughtime.stream.formats.{module}"), name)
@@ -217,6 +220,19 @@ def is_number(text: str, decimal: str = ".") -> bool:
     digits = rf"[+-]?(\d+({mark}\d*)?|{mark}\d+)([eE][+-]?\d+)?"
     pattern = rf"{digits}|[+-]?(?i:nan|inf|infinity)"
     return re.fullmatch(pattern, text.strip(), re.ASCII) is not None
+
+
+def check_exact(what: str, rows: Array, dtype: Any) -> None:
+    """Refuse whole numbers that another type would merge or wrap."""
+    if rows.dtype.kind in "iu" and rows.dtype != dtype:
+        with np.errstate(invalid="ignore"):
+            values = rows.astype(dtype)
+            if ((values != rows) | (values.astype(rows.dtype) != rows)).any():
+                raise DataError(
+                    f"{what}: whole numbers have so many digits that {np.dtype(dtype)}, which other"
+                    " columns, missing values or torch need, would change them; leave them out,"
+                    " or convert them"
+                )
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ _PATTERNS = {
 }
 KINDS = [order + zone for zone in ("", "Z") for order in _PATTERNS]
 _BLOCK = 65_536  # rows read at once
-_FEW = 10  # rows: so few may be evenly spaced by chance
 
 
 def is_time(text: str) -> bool:
@@ -155,12 +154,12 @@ def rate_of_times(name: str, column: str, rows: RowSource) -> float | None:
             continue
         if (steps < 0).any():
             i = int((steps < 0).argmax())
-            before, after = time_texts(times[i : i + 2])
             raise DataError(
                 f"recording '{name}': row {start + int(present[i - len(steps)])} of '{column}',"
-                f" {after}, is earlier than the row before it, {before}; sort the rows, pass those"
-                " of each recording by themselves, or exclude the column if their order is right:"
-                f" exclude='{column}' (--exclude {column})"
+                f" {time_texts(times[i + 1 : i + 2])[0]}, is earlier than the row before it,"
+                f" {time_texts(times[i : i + 1])[0]} (the first row is row 0); sort the rows, pass"
+                " those of each recording by themselves, or exclude the column if their order is"
+                f" right: exclude='{column}' (--exclude {column})"
             )
         passed = values[present].astype(np.int64) - begin
         off = max(off, np.abs(passed - mean * (start + present)).max())
@@ -169,4 +168,5 @@ def rate_of_times(name: str, column: str, rows: RowSource) -> float | None:
         spacing = spacing or float(np.median(steps))
     close = off <= unit or longest - shortest <= mean / 50
     is_even = close and shortest > 0 and longest <= 1.5 * spacing
-    return 1e9 / mean if is_even and known == len(rows) > _FEW else None
+    # ten rows may be evenly spaced by chance
+    return 1e9 / mean if is_even and known == len(rows) > 10 else None
