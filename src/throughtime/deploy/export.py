@@ -198,7 +198,8 @@ def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
 def _longest(stream: Stream) -> Tensor:
     """The inputs of the longest recording, `(T, 1, D)` or `(T, 1)`."""
     longest = max(stream.recordings, key=len)
-    single = Stream([longest], 1, len(longest), seed=None, missing=stream.missing, rank=0, ranks=1)
+    options: Any = {"missing": stream.missing, "rank": 0, "ranks": 1}
+    single = Stream([longest], 1, len(longest), seed=None, **options)
     return single.read(0, len(longest)).inputs
 
 

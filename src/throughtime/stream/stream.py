@@ -148,7 +148,7 @@ class Stream:
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.hand_off = hand_off
-        self.missing: Literal["error", "mask"] = missing
+        self.missing = missing
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
