@@ -172,7 +172,7 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
     np.save(data / "2_y.npy", labels)
     with pytest.raises(
         DataError,
-        match=r"held out have the classes 9, which the training split has not \(0, 1, 2\); hold",
+        match=r"\(valid\) have the classes 9, which the training split has not \(0, 1, 2\); hold",
     ):
         Training.begin(Config(**settings(data, tmp_path / "run")))
     assert not (tmp_path / "run").exists()
@@ -311,7 +311,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         command(*flags(values)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
+    folder = RunFolder(tmp_path / "run")
+    while not folder.read_metrics() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
