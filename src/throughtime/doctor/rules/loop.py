@@ -124,17 +124,19 @@ def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     for line in dict.fromkeys(each.line for each in events if each.reach >= 0):
         all_passes = [each for each in log.backwards if each.line == line]
         passes = [each for each in all_passes if each.reach >= 0]
-        last, first = passes[-1], passes[-1 - passes[-1].reach]
+        # a step shows that the last graph has ended, and whether a backward has freed it
+        far = [each for each in passes if each.reach >= MAX_REACH and each.steps < log.steps]
+        last = [*far, passes[-1]][0]
+        first = passes[passes.index(last) - last.reach]
         # recordings whose third chunk reaches back to the first
         restarts = last.reach == RESTARTS and first.chunk not in log.crossed
         if first.steps == last.steps and (
-            (not restarts and (not ended or all_passes[-1].steps))
-            or log.crossed.isdisjoint(range(first.chunk + 1, log.chunk))
+            log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
             or not all(each.retain for each in all_passes)
         ):
             continue  # several losses of one forward pass, or of the steps of one chunk
         grows = last.reach >= MIN_REACH and all(a.reach < b.reach for a, b in pairwise(passes))
-        if grows if ended else restarts or last.reach >= MAX_REACH:
+        if far or (grows if ended else restarts):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
             yield Fault(
                 "TT102",
