@@ -168,7 +168,7 @@ class FindingList:
         if not line or code in self.ignore:
             return None
         self.evidence[code, line] += 1
-        known = ((f.code, f.file, f.line) for f in self.items)
+        known = [(f.code, f.file, f.line) for f in self.items]
         if self.evidence[code, line] < after or (code, *line) in known:
             return None
         message, usual_fix = CODES[code]
