@@ -473,3 +473,22 @@ def test_the_size_of_a_script_does_not_slow_its_operations() -> None:
             names["loop"]()
             seconds.append(time.thread_time() - start)
     assert seconds[1] < 20 * seconds[0]
+
+
+def test_a_head_in_a_dict_is_not_trained() -> None:
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.heads = nn.GRU(3, 4), {"next": nn.Linear(4, 3)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.heads["next"](self.rnn(x)[0])
+
+    net = Tasks()
+    optimizer = torch.optim.Adam(net.parameters())
+    with doctor() as d:
+        for x in torch.randn(6, 10, 2, 3):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {f.code for f in d.findings} == {"TT305"}

@@ -465,6 +465,18 @@ def sharpness_aware_by_a_library() -> None:
         optimizer.step()
 
 
+def a_backward_for_each_step_of_a_chunk() -> None:
+    (cell, head), optimizer = models((nn.GRUCell, 3, 4), (nn.Linear, 4, 3))
+    h = torch.zeros(2, 4)
+    for chunk in STREAM[:80].split(8):
+        h = h.detach()
+        optimizer.zero_grad()
+        for t, x in enumerate(chunk):
+            h = cell(x, h)
+            (mse_loss(head(h), x) / 8).backward(retain_graph=t < 7)
+        optimizer.step()
+
+
 def gradients_of_each_part_logged() -> None:
     (net,), optimizer = models((nn.Linear, 3, 2))
     for x in torch.randn(6, 8, 3):
@@ -628,6 +640,7 @@ def detached_a_second_time() -> None:
         actor_and_critic,
         sharpness_aware,
         sharpness_aware_by_a_library,
+        a_backward_for_each_step_of_a_chunk,
         gradients_of_each_part_logged,
         horizon_of_three_chunks,
         measure_summed_for_a_log,

@@ -283,7 +283,52 @@ def a_shuffled_loader_of_adjacent_windows() -> None:
             learn(net, mse(net(a)[0], b))
 
 
+@sound
+def one_code_at_every_step_of_a_decoder() -> None:
+    rows, decode, head = series(12, 14, 3), nn.LSTM(6, 8), nn.Linear(8, 3)
+    encode = nn.LSTM(3, 6)
+    net = nn.ModuleList([encode, decode, head])
+    for row in rows.unsqueeze(2):
+        code = encode(row)[1][0]
+        learn(net, (head(decode(code.repeat(14, 1, 1))[0]) - row).abs().sum())
+
+
 # --- the same old state at every chunk
+
+
+@fault
+def zeros_from_a_parameter_at_every_chunk() -> None:
+    x, net = series(121, 2, 3), Net()
+    for i in range(0, 120, 10):
+        h = net.head.weight.new_zeros(1, 2, 8)
+        y, _ = net(x[i : i + 10], h)  # <- TT201
+        learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
+
+
+@fault
+def a_leaky_sum_from_zero_at_every_chunk() -> None:
+    x, enter, head = series(121, 2, 3), nn.Linear(3, 8), nn.Linear(8, 3)
+    for i in range(0, 120, 10):
+        h, ys = torch.zeros(2, 8), list[Tensor]()
+        for t in range(i, i + 10):
+            h = 0.8 * h + enter(x[t])  # <- TT201
+            ys.append(head(h))
+        learn(nn.ModuleList([enter, head]), mse(torch.stack(ys), x[i + 1 : i + 11]))
+
+
+@sound
+def both_directions_of_each_chunk_without_a_state() -> None:
+    x, rnn, head = series(121, 2, 3), nn.GRU(3, 4, bidirectional=True), nn.Linear(8, 3)
+    for i in range(0, 120, 10):
+        y, _ = rnn(x[i : i + 10])
+        learn(nn.ModuleList([rnn, head]), mse(head(y), x[i + 1 : i + 11]))
+
+
+@sound
+def an_evaluation_by_cells_that_detaches_now_and_then() -> None:
+    x, cell, h = series(100, 2, 3), nn.GRUCell(3, 8).eval(), torch.zeros(2, 8)
+    for t in range(100):
+        h = cell(x[t], h if t % 40 else h.detach())
 
 
 @fault

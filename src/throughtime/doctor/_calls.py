@@ -225,7 +225,8 @@ class Calls:
 
     def note_gradients(self, leaves: list[Tensor]) -> None:
         """Note that the loop uses the gradients of tensors that were detached."""
-        for root in (self.table.root(tensor, new=False) for tensor in leaves):
+        for tensor in leaves:
+            root = self.table.root(tensor, new=False)
             if root and root.behind:
                 root.behind.unit.passes_gradients = True
 
@@ -243,20 +244,24 @@ class Calls:
         fluid = [t for t in op.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
         pairs = [(t, self.table.root(t, new=not t.requires_grad)) for t in fluid]
         own = [t for t, r in pairs if r and _behind(r.behind, key)]
-        reads = None
+        reads = source = None
         for t, r in pairs:
             fits = out.dim() == 1 or (t.dim() == out.dim() and len(t) == len(out))
-            learned = any(each.learned for other, each in pairs if each and other is not t)
+            # a known unit may start from a constant
+            learned = key in self.units or any(
+                each.learned for other, each in pairs if each and other is not t
+            )
             is_mask = op.name in EDITS and r and not r.learned
-            if fits and learned and not is_mask and not any(t is each for each in own):
-                reads = self._reads(t, t.shape[: out.dim() > 1]) if reads is None else reads
+            is_new = reads is None and not any(t is each for each in own)
+            if is_new and fits and learned and not is_mask:
+                reads, source = self._reads(t, t.shape[: out.dim() > 1]), t
         if reads is None:
             return
         reads, lane_dim = reads.view(2, -1), None if out.dim() == 1 else 0
         call = self._new(key, op, (reads, reads, reads), confirmed=bool(own))
-        call = self._add(call, own, lane_dim)
-        behind = dict.fromkeys(r.behind for _, r in pairs if r and r.behind)
-        call.parents = tuple(each for each in behind if each is not call)
+        states = own or [t for t, r in pairs if t is not source and not (r and r.learned)]
+        call = self._add(call, states, lane_dim)
+        call.parents = tuple(r.behind for _, r in pairs if r and r.behind not in {None, call})
         self._become(root, call, lane_dim)
 
     def _new(
@@ -273,8 +278,7 @@ class Calls:
     def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
         unit, log = call.unit, self.log
-        roots = [(t, self.table.root(t, new=False)) for t in states]
-        pairs = [(t, root) for t, root in roots if root]
+        pairs = [(t, root) for t in states if (root := self.table.root(t, new=False))]
         origins = ((t, r, c) for t, r in pairs if (c := _behind(r.behind, unit.key)))
         state, root, origin = next(origins, (None, None, None))
         last = unit.last.get(call.training)
@@ -284,8 +288,8 @@ class Calls:
         call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
             not t.is_leaf for t in states
         )
-        others = (each.behind for _, each in pairs if each.behind)
-        call.parents = tuple(c for c in others if c.unit is not unit)
+        behind = (each.behind for _, each in pairs)
+        call.parents = tuple(c for c in behind if c and c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
             log.recurrent = log.units[unit] = call.instruction
@@ -313,7 +317,9 @@ class Calls:
     def _continued(self, call: UnitCall, step: UnitCall) -> UnitCall:
         """The call with one more step."""
         if step.has_graph:
-            call.graph_steps, call.graph_calls = call.graph_steps + step.steps, call.graph_calls + 1
+            call.graph_steps += step.steps
+        # 0 where a graph has ended
+        call.graph_calls = step.has_graph and call.graph_calls and call.graph_calls + 1
         is_cut = step.steps == 1 and not step.has_graph and call.last_detach
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:

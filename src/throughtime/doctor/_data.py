@@ -152,11 +152,6 @@ class RootTable:
         first, last, state = (each[index] if index else each for each in root.marks)
         return first, last, state
 
-    def element(self, number: Any) -> tuple[Root, int] | None:
-        """The root of raw data and the storage offset of an element; `None` if there is none."""
-        root = self.raw.get(int(number) // SPAN)
-        return (root, int(number) % SPAN) if root else None
-
     def follow(self, op: Any, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
         key = storage_of(out)
@@ -179,7 +174,7 @@ class RootTable:
         if not known and op.name in FROM_ARRAY and isinstance(op.args[0], np.ndarray):
             return self.from_array(op.args[0], out)
         learned = not op.is_choice and (
-            any(t.requires_grad for t in op.inputs) or any(each.learned for _, each in roots)
+            any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
         )
         # what is computed from most of the raw data together is new data
         mixed = bool(known) and not learned and all(

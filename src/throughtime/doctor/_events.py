@@ -178,7 +178,6 @@ class LoopEvents:
                 self._watch(AGAIN_CHUNKS)
         elif (
             log.chunk < FIRST_CHUNKS
-            and isinstance(module, (nn.RNNBase, nn.RNNCellBase))
             and self._outermost
             and all(each is not module for each in self._outermost.modules())
         ):

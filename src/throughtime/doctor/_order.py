@@ -38,7 +38,8 @@ def follows(before: Lane, after: Lane) -> bool:
     if before.root is not after.root or after.first - before.last not in before.ahead:
         return False
     ends = map(before.root.index, (before.last, after.first))
-    return sum(i != j for i, j in zip(*ends, strict=True)) == 1
+    moved = {d for d, (i, j) in enumerate(zip(*ends, strict=True)) if i != j}
+    return len(moved) == 1 and moved <= {*(before.whole or moved)}
 
 
 def relation(

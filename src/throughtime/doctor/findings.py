@@ -147,8 +147,7 @@ class FindingList:
     def from_options(cls, ignore: Iterable[str], strict: bool) -> "FindingList":
         """An empty list, with the codes checked."""
         is_many = hasattr(ignore, "__iter__") and not isinstance(ignore, str)
-        values: list[Any] = list(ignore) if is_many else [ignore]
-        codes = frozenset(values)
+        codes = frozenset[Any](ignore if is_many else [ignore])
         if unknown := sorted(map(str, codes - CODES.keys())):
             raise ConfigError(
                 f"ignore={ignore!r}: unknown {unknown}, the codes are {', '.join(CODES)}."
@@ -169,8 +168,8 @@ class FindingList:
         if not line or code in self.ignore:
             return None
         self.evidence[code, line] += 1
-        known = ((f.code, f.file, f.line) for f in self.items)
-        if self.evidence[code, line] < after or (code, line.file, line.line) in known:
+        known = [(f.code, f.file, f.line) for f in self.items]
+        if self.evidence[code, line] < after or (code, *line) in known:
             return None
         message, usual_fix = CODES[code]
         fix = fix or usual_fix

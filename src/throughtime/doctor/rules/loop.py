@@ -66,18 +66,25 @@ def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
         event.lost = len(lost)
     always = {each.lost for each in log.steps_of(event.optimizer, MAX_STEPS)} == {len(lost)}
     if lost and (always or (event.lacks and isinstance(past[-1], Clear))):
-        detail = "It clears the gradients before a step has used them."
-        yield Fault("TT302", lost[-1].line, detail, fix=CLEAR_ONCE * always, after=REPEATS + always)
+        yield Fault(
+            "TT302",
+            lost[-1].line,
+            "It clears the gradients before a step has used them.",
+            fix=CLEAR_ONCE * always,
+            after=REPEATS + always,
+        )
 
 
 def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: a step that uses the gradients of the last step again."""
     past = log.before(event, Backward, Clear)
     if event.repeated and {*map(type, past)} == {Backward}:
-        detail = (
-            "Nothing cleared the gradients since the previous step, so this step uses them again."
+        yield Fault(
+            "TT302",
+            event.line,
+            "Nothing cleared the gradients since the previous step, so this step uses them again.",
+            after=REPEATS,
         )
-        yield Fault("TT302", event.line, detail, after=REPEATS)
 
 
 def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
@@ -88,8 +95,11 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
         for step, before in pairwise(steps)
     )
     if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
-        detail = "No backward has run since the step before, and no parameter has a gradient."
-        yield Fault("TT304", event.line, detail)
+        yield Fault(
+            "TT304",
+            event.line,
+            "No backward has run since the step before, and no parameter has a gradient.",
+        )
 
 
 def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
@@ -112,19 +122,30 @@ def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     ended = isinstance(event, Close)
     events = log.backwards if ended else [event]
     for line in dict.fromkeys(each.line for each in events if each.reach >= 0):
-        passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
-        last, first = passes[-1], passes[-1 - passes[-1].reach]
-        between = range(first.chunk + 1, log.chunk)
-        if first.steps == last.steps and log.crossed.isdisjoint(between):
-            continue  # several losses of one forward pass
+        all_passes = [each for each in log.backwards if each.line == line]
+        passes = [each for each in all_passes if each.reach >= 0]
+        # a step shows that the last graph has ended, and whether a backward has freed it
+        far = [each for each in passes if each.reach >= MAX_REACH and each.steps < log.steps]
+        last = [*far, passes[-1]][0]
+        first = passes[passes.index(last) - last.reach]
         # recordings whose third chunk reaches back to the first
-        restarts = last.reach == RESTARTS and not ended and first.chunk not in log.crossed
-        grows = ended and all(a.reach < b.reach for a, b in pairwise(passes))
-        if last.reach == MAX_REACH or restarts or (grows and last.reach >= MIN_REACH):
+        restarts = last.reach == RESTARTS and first.chunk not in log.crossed
+        if first.steps == last.steps and (
+            log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
+            or not all(each.retain for each in all_passes)
+        ):
+            continue  # several losses of one forward pass, or of the steps of one chunk
+        grows = last.reach >= MIN_REACH and all(a.reach < b.reach for a, b in pairwise(passes))
+        if far or (grows if ended else restarts):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
-            fix = detach_fix(paths, losses=1 + log.several)
-            detail, name = f"It reaches {last.reach} passes back.", next(iter(paths), "")
-            yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
+            yield Fault(
+                "TT102",
+                line,
+                f"It reaches {last.reach} passes back.",
+                next(iter(paths), ""),
+                fix=detach_fix(paths, losses=1 + log.several),
+                after=1 + restarts,
+            )
 
 
 def summed(log: Log, _: Backward) -> Iterator[Fault]:

@@ -100,7 +100,7 @@ class StateRule:
         unit, before = call.unit, call.unit.ends.get(self.calls.recording(call))
         # it may be older than the last call
         before = before if before and before.chunk < call.chunk else call.before
-        if not before or not call.grad or call.training is False:
+        if not before or not call.grad or call.training is False or call.bidirectional:
             return False
         zeros = not any(bool(state.any()) for state in call.states)
         if not (zeros or equal(call.states, before.states)):
