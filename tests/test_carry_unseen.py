@@ -341,3 +341,19 @@ def test_h_and_c_may_be_one_tensor() -> None:
     assert torch.equal(net.initial_state(2), torch.zeros(2, 8))
     got, _ = net(x, net.initial_state(LANES))
     assert float((got - torch.stack(wanted)).detach().abs().max()) < EXACT
+
+
+class ProjectsState(nn.Module):
+    """What a chunk receives is no longer what the one before returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.project = nn.GRU(FEATURES, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.gru(x, h if h is None else torch.tanh(self.project(h)))
+
+
+def test_layers_inside_do_not_hide_what_a_module_does_to_its_state() -> None:
+    with pytest.raises(ModelError, match="chunks with the state carried do not give"):
+        tt.carry(ProjectsState(), inputs())

@@ -336,7 +336,7 @@ CASES = [
         ForgottenState,
         floats(D),
         "refuse",
-        reason="ignored_state",
+        reason="other",
         either=True,
         oracle=chunked(_layer_step),
         plain=lambda m, x: m(x)[0],

@@ -84,7 +84,10 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
             f"\nWrite: tt.carry(module, call=lambda m, x, state: {_call(search)}, {start}), where"
             " call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
         ) * (not search.base.call)
-    late = f" The search ended after {PATIENCE:.0f} s." * search.is_late
+    late = (
+        f" The search ended after {PATIENCE:.0f} s of processor time, before all ways were tried."
+        " With OMP_NUM_THREADS=1 it may take less."
+    ) * search.is_late
     if link:
         late += (
             " A layer here returns its outputs only: drop a module that picks them out of a tuple."
