@@ -167,9 +167,10 @@ def netcdf_default_fill_of_bytes(path: Path) -> Reference:
         variable(file, "u", "f8", U)
         variable(file, "v", "i1", np.where(COUNTS == 2, -127, COUNTS))
 
-    reference = netcdf(path, fill)
-    reference.numbers["v"] = np.where(COUNTS == 2, -127, COUNTS)  # netCDF has no fill of bytes
-    return reference
+    numbers = netcdf(path, fill).numbers
+    return Reference(
+        {**numbers, "v": np.where(COUNTS == 2, -127, COUNTS)}
+    )  # netCDF has no fill of bytes
 
 
 @NETCDF.common(".nc")

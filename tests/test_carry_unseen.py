@@ -355,5 +355,5 @@ class ProjectsState(nn.Module):
 
 
 def test_layers_inside_do_not_hide_what_a_module_does_to_its_state() -> None:
-    with pytest.raises(ModelError, match="chunks with the state carried do not give"):
+    with pytest.raises(ModelError, match="ProjectsState cannot be carried"):
         tt.carry(ProjectsState(), inputs())
