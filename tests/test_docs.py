@@ -134,7 +134,7 @@ def test_the_commands_of_the_pages_run(reader: Reader) -> None:
         assert reader.type(re.sub(r"--updates \d+", "--updates 3", line) + more) in {0, None}, line
     assert len(mine) == 10
     assert (reader.folder / "predictions" / "valve1" / "0.csv").is_file()
-    assert np.load(reader.folder / "200.csv").shape == (900, 3)
+    assert np.load(reader.folder / "200.npy").shape == (900, 3)
 
 
 def small_ecg(folder: Path) -> None:
