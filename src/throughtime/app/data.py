@@ -206,7 +206,8 @@ def open_entry(
     own = labels.columns if isinstance(labels, ColumnRows) and file is None else ()
     static = np.array(entry.static) if entry.static else None
     inputs = layout.input_rows(table, own)
-    recording = lay_out(entry.name, inputs, layout, labels, static=static)
+    series = layout.series_rows(table) if targets else None
+    recording = lay_out(entry.name, inputs, layout, labels, static=static, series=series)
     rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
     stamps = time_rows(table, layout.exclude)
     if stamps is not None and not rates:

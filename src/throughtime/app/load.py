@@ -1,7 +1,7 @@
 """Data sets in splits, and finished runs, as the command line reads them, for Python."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -46,6 +46,7 @@ def recordings(
     targets: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
+    series: Mapping[str, str | Sequence[str]] | None = None,
     task: Task | None = None,
     delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -64,6 +65,7 @@ def recordings(
         targets: columns; default: `targets`, or the file or the label that the manifest names.
         exclude: columns that are not used.
         static: columns of the manifest that are appended to the inputs of every step.
+        series: other columns by the name of the series, which chunks then have: `chunk["weight"]`.
         task: whether the targets are classes, several labels of 0 and 1, or numbers; default: text,
             and at most 20 different whole numbers in a column, are classes, and several columns of
             0 and 1 labels.
@@ -101,6 +103,7 @@ def recordings(
         targets=names_of(targets),
         exclude=names_of(exclude),
         static=names_of(static),
+        series={name: names_of(columns) for name, columns in (series or {}).items()},
         task=task,
         delimiter=delimiter,
         decimal=decimal,
