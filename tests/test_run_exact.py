@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.load import load_run
-from throughtime.app.page import write_report
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.gradient import Exact, executor
@@ -127,18 +125,3 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
     assert training.epoch_updates == expected
     training.run()
     assert training.done.count == expected
-
-
-def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) -> None:
-    values = settings(
-        write_recordings(tmp_path / "data"),
-        tmp_path / "run",
-        gradient="exact",
-        cut_every=200,
-        stride=None,
-        updates=4,
-    )
-    write_report(load_run((folder := finish(values)).path))
-    page = folder.report.read_text(encoding="utf-8")
-    assert "an update every 200 steps, gradients cut there: they" in page
-    assert ">stride<" not in page

@@ -212,7 +212,7 @@ def test_other_columns_than_those_trained_on_are_refused(tmp_path: Path) -> None
     other = tmp_path / "other.csv"
     other.write_text("speed,heat\n" + "1,2\n" * 300)
     complaint = run("predict", out, other, ok=False).replace("\n", " ")
-    assert "inputs ['speed', 'load'] asked for, the file has" in complaint
+    assert "inputs ['speed', 'load'] asked for, it has" in complaint
     data.write_text(f"wind,load,heat\n{rows}\n")
     complaint = run("train", "--resume", out, "--updates", "4", ok=False)
     assert "inputs were ('speed', 'load') and are now ('wind', 'load')" in complaint

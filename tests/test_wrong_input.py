@@ -14,7 +14,7 @@ TODAY = [
     ),
     ("train --task regress", "DATA is missing: A file with one recording"),
     ("train {data}.gone.csv --task regress", "no such file"),
-    ("train {data} --inputs x --targets lable", "the file has ['x', 'label', 'note']"),
+    ("train {data} --inputs x --targets lable", "it has ['x', 'label', 'note']"),
     ("train {data} --inputs x", "which columns are the targets? The file has x, label, note"),
     ("train {data} --inputs label --targets x", "the inputs holds text, such as ['high', 'low']"),
     ("train {data} --task regress --targets label --inputs x", "the targets holds text"),

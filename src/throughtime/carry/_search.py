@@ -270,9 +270,7 @@ class Search:
             yield replace(base, arguments=required)
             return
         yield base  # attributes: an argument is an option then
-        named = [
-            p.name for p in options if names_state(p.name) and not isinstance(p.default, bool)
-        ]
+        named = [p.name for p in options if names_state(p.name) and not isinstance(p.default, bool)]
         others = [p.name for p in options if p.default is None and p.name not in named]
         for names in _together(named):
             yield replace(base, arguments=names)

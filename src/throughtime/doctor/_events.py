@@ -86,6 +86,8 @@ class LoopEvents:
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
         self._undo += [hook.remove for hook in hooks]
+        flags: Any = vars(modules)["_global_forward_hooks_with_kwargs"]  # which torch leaves
+        self._undo.append(functools.partial(flags.pop, hooks[1].id))
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
