@@ -114,7 +114,11 @@ def patched_parts() -> list[Any]:
         (DataLoader, "__init__"),
         (DataLoader, "__iter__"),
     )
-    hooks = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+    hooks = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks_with_kwargs,
+    )
     return [
         *(owner.__dict__[name] for owner, name in owners),
         *map(dict, hooks),
