@@ -181,7 +181,7 @@ def compare(table: Table, data: bytes) -> str:
 
 
 def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
-    """Mutates and reads one file; gives what became of it."""
+    """Mutates and reads one file; returns the outcome."""
     manifest = rng.random() < 0.2
     data = manifest_file(rng) if manifest else table_file(rng)
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):

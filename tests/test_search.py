@@ -90,6 +90,9 @@ QUESTIONS = {
     "reinforcement learning PPO LSTM": "how-to/agents",
     "keras stateful": "how-to/migrating/keras",
     "pytorch lightning tbptt": "how-to/lightning",
+    "difference between k1 and k2": "errors/k1-k2",
+    "batch size vs lanes": "reference/glossary",
+    "language model perplexity": "reference/glossary",
 }
 CHINESE = {
     "截断反向传播": "errors/k1-k2",
@@ -145,6 +148,9 @@ CHINESE = {
     "数据加载慢 num_workers": "reference/streams",
     "自定义循环单元": "how-to/extending",
     "两个损失 一起反向传播": "errors/two-losses",
+    "隐藏状态什么时候清零": "how-to/loop",
+    "显存一直增长": "errors/memory-grows",
+    "要不要 detach 隐藏状态": "errors/detach",
 }
 
 

@@ -10,14 +10,16 @@ const LOWERED = { log: 0.4 }; // what was tried and dropped has the words of a t
 // words, in any order, and then as much as rare words of a title.
 const PHRASE = 3;
 const PHRASES = {
-  "errors/detach": ["detach hidden", "detach state"],
-  "errors/inplace-operation": ["leaf variable", "grad none", "叶子 变量", "梯度 none"],
+  "errors/backward-twice": ["backward second time", "第二次 反向传播"],
+  "errors/detach": ["detach hidden", "detach state", "detach 隐藏状态", "detach 状态"],
+  "errors/inplace-operation": ["inplace operation", "leaf variable", "grad none", "叶子 变量", "梯度 none"],
+  "errors/k1-k2": ["k1 k2"],
   "errors/last-batch": ["hidden state shape", "状态 形状"],
-  "errors/memory-grows": ["memory leak", "ram keeps growing", "内存 增长", "显存 上涨", "显存不够", "爆显存", "显存溢出"],
+  "errors/memory-grows": ["memory leak", "ram keeps growing", "内存 增长", "显存 增长", "显存 上涨", "显存不够", "爆显存", "显存溢出"],
   "errors/nan-loss": ["exploding gradients", "nan loss", "loss inf", "exploding loss", "损失 爆炸", "梯度 爆炸"],
   "errors/retain-graph": ["retain_graph", "slower epoch", "slower iteration", "越来越慢"],
   "errors/two-losses": ["two losses", "两个损失", "多个 loss"],
-  "explanation/stride-horizon-chunk": ["batch size", "sequence length", "序列长度", "batch 大小"],
+  "explanation/stride-horizon-chunk": ["k1 k2", "batch size", "sequence length", "序列长度", "batch 大小"],
   "explanation/truncation": ["sequence length", "bptt length", "tbptt", "long dependencies", "choose horizon", "梯度消失", "长期依赖", "截断反向传播", "序列长度", "bptt 长度", "截断长度"],
   "explanation/windows": [
     "works offline", "after deployment", "predictions drift", "streaming bad", "good training bad live", "sliding window", "滑动窗口", "实时 效果", "上线",
@@ -62,7 +64,7 @@ const PHRASES = {
     "save model", "load model", "save checkpoint", "save hidden state", "keep hidden state", "hidden state across", "resume training",
     "accumulate gradients", "validate training", "gradient clipping", "random seed", "reproducible", "deterministic", "nan inference", "f1",
     "confusion matrix", "teacher forcing", "imbalanced", "weighted loss", "weighted cross entropy", "class weights", "保存模型", "加载模型", "保存 模型",
-    "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
+    "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "隐藏状态 清零", "隐藏状态 重置", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
     "progress bar", "类别不平衡", "样本不平衡", "进度条", "梯度裁剪", "结果 不一样", "结果不同", "different results", "evaluate", "evaluation", "test set", "评估", "测试集上",
     "same results", "batch prediction different", "step by step different",
   ],
@@ -84,7 +86,7 @@ const PHRASES = {
   ],
   "how-to/recipes/fsdd": ["speech", "audio", "keyword spotting", "语音识别", "语音"],
   "how-to/recipes/nab": ["anomaly", "outlier", "异常检测"],
-  "how-to/recipes/python": ["language model", "perplexity", "character level", "字符 模型", "语言模型", "困惑度"],
+  "how-to/recipes/python": ["python script", "pandas example", "predictive maintenance", "预测性维护"],
   "how-to/recipes/rlc": ["circuit", "电路"],
   "how-to/recipes/slow-series": ["hourly", "daily", "hydrology", "rainfall", "小时 数据", "水文", "径流"],
   "how-to/recipes/wiener-hammerstein": ["system identification", "系统辨识"],
@@ -97,7 +99,7 @@ const PHRASES = {
   "reference/benchmarks": ["benchmark", "speed", "faster", "性能", "快多少", "速度对比"],
   "reference/command-line": [
     "early stopping", "best checkpoint", "predict csv", "stop training", "patience", "tensorboard", "wandb", "weights biases", "mlflow",
-    "learning rate warmup", "overfitting", "save model", "command line", "早停", "停止训练", "最好的模型", "预测写", "提前停止", "过拟合", "学习率预热", "保存模型", "加载模型", "日志",
+    "learning rate warmup", "overfitting", "command line", "早停", "停止训练", "最好的模型", "预测写", "提前停止", "过拟合", "学习率预热", "保存模型", "加载模型", "日志",
     "命令行", "without code", "no code", "train terminal", "不写代码", "终端", "超参数", "original units", "反归一化", "原始单位",
   ],
   "reference/doctor/TT205": ["validation score changes", "验证 每次"],
@@ -110,12 +112,12 @@ const PHRASES = {
   ],
   "reference/flags": ["options", "all flags", "参数", "选项"],
   "reference/glossary": [
-    "hidden state", "lane", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度", "叶子张量", "多对一", "多对多", "术语", "what is", "meaning", "definition",
+    "hidden state", "lane", "batch lanes", "batch size lanes", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度", "叶子张量", "多对一", "多对多", "术语", "what is", "meaning", "definition",
     "lane 是什么", "什么意思",
   ],
   "reference/report": ["html report", "plot loss", "报告", "损失曲线", "训练报告", "training report"],
   "reference/run-folder": [
-    "model saved", "load run", "code safe", "killed", "crashed", "interrupted", "resume training", "断点续训", "模型 在哪里", "好的模型 在哪", "代码安全", "中断", "接着训练", "继续训练", "kill 训练",
+    "load run", "code safe", "killed", "crashed", "interrupted", "resume training", "断点续训", "模型 在哪里", "好的模型 在哪", "代码安全", "中断", "接着训练", "继续训练", "kill 训练",
   ],
   "reference/streams": [
     "num_workers", "dataloader", "data loader", "workers", "数据加载", "mixed lengths", "shuffle recordings", "lanes number", "路数", "组 batch",
