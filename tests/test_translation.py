@@ -58,6 +58,10 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         ):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
+    for path in DOCS.rglob("*"):  # a table of contents may name any page
+        page = (source / path.relative_to(DOCS)).with_suffix(".md")
+        if path.suffix in {".md", ".ipynb"} and page.parent.exists() and not page.exists():
+            page.write_text("# A page\n", encoding="utf-8")
     (source / "conf.py").write_text(CONF, encoding="utf-8")
     (source / "faulty.md").write_text(
         "# A heading\n\nA sentence that has not changed.\n\nA changed sentence.\n\nA new one.\n",
