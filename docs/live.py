@@ -77,7 +77,7 @@ def page(title: str, nets: Mapping[str, Carried], inputs: Any, labels: Sequence[
     environment = Environment(undefined=StrictUndefined, autoescape=False)  # noqa: S701  # escaped here
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=html.escape(title),
-        summary=html.escape(" beside ".join(nets)),
+        summary=html.escape("One net is " + ", the other is ".join(nets)),
         sources=sources,
         titles=json.dumps([*nets]).replace("</", "<\\/"),
         width=signal.shape[1],
