@@ -4,11 +4,11 @@
         [--out runs/ecg]
 
 DATA is a manifest or a folder with one, such as twelve half-hour records of the MIT-BIH Arrhythmia
-Database labelled frame by frame (0 background, 1 near a beat, 2 near a premature ventricular beat),
+Database labelled step by step (0 background, 1 near a beat, 2 near a premature ventricular beat),
 split by patient. Every run is what `throughtime train` does with these settings, at equal updates,
-frames and seeds; windows are recordings of their own in its stream. The model of the best of ten
+steps and seeds; windows are recordings of their own in its stream. The model of the best of ten
 validations and that of the last update are scored on the unbroken records of the test split. Writes
-`ecg.json` and prints the table of the README.
+`ecg.json` and prints the table of the recipe.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from throughtime.evaluation import Evaluator
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
 STRIDE, VALIDATIONS = 100, 10
 ROWS: dict[str, tuple[str, int | None]] = {  # the horizon
-    "windows": ("windows of 100 frames from a zero state", None),
+    "windows": ("windows of 100 steps from a zero state", None),
     "stream": ("the stream, horizon 100", None),
     "400": ("the stream, horizon 400", 400),
 }

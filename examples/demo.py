@@ -1,17 +1,17 @@
 """The same LSTM, trained on windows and on the unbroken stream: `make demo`, or `python demo.py`.
 
-A machine is off or on. A pulse of ten frames, about every 2,000 frames, switches it. Single spikes,
-about every 30 frames, mean nothing. Each frame is labelled off or on, and one label in twenty is
+A machine is off or on. A pulse of ten steps, about every 2,000 steps, switches it. Single spikes,
+about every 30 steps, mean nothing. Each step is labelled off or on, and one label in twenty is
 wrong at random. So no model can reach an accuracy above 0.95, and one that remembers the last pulse
 reaches it.
 
-Windows of 100 frames from a zero state seldom contain a pulse. A network trained on them learns
+Windows of 100 steps from a zero state seldom contain a pulse. A network trained on them learns
 little about pulses, and nothing about keeping their effect.
 
     python examples/demo.py            # three seeds
     python examples/demo.py --short    # one seed: to see that everything works
 
-Shapes: `T` frames.
+Shapes: `T` steps.
 """
 
 import argparse
@@ -35,14 +35,14 @@ SPIKES = (-2.0, 2.0)  # height of the spikes that mean nothing
 WRONG_LABELS = 0.05
 BEST, CHANCE = 1 - WRONG_LABELS, 0.5  # BEST: reached by naming the mode of the last pulse
 STRIDE, LANES, HIDDEN, RATE = 100, 16, 32, 1e-2
-TRAINED, TESTED, TEST_SEED = 20_000, 60_000, 999  # frames of a recording
+TRAINED, TESTED, TEST_SEED = 20_000, 60_000, 999  # steps of a recording
 SHOWN = slice(20_000, 38_000)
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A generated recording: its signal, its labels, and the frames since the last pulse."""
+    """A generated recording: its signal, its labels, and the steps since the last pulse."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """A trained network, its class of every frame of the test recording, and its accuracy."""
+    """A trained network, its class of every step of the test recording, and its accuracy."""
 
     trained_on: str
     seed: int
@@ -65,22 +65,22 @@ class Result:
     accuracy: float
 
 
-def generate(frames: int, seed: int) -> Task:
-    """A recording of `frames` frames, the same for the same seed."""
+def generate(steps: int, seed: int) -> Task:
+    """A recording of `steps` steps, the same for the same seed."""
     random = np.random.default_rng(seed)
-    gaps = 300 + random.exponential(1_700, size=frames // 300 + 2)
+    gaps = 300 + random.exponential(1_700, size=steps // 300 + 2)
     starts = np.concatenate([[0], np.cumsum(gaps).astype(np.int64)])
-    starts = starts[starts < frames - 10]
-    lengths = np.diff(np.append(starts, frames))
+    starts = starts[starts < steps - 10]
+    lengths = np.diff(np.append(starts, steps))
     modes = (np.arange(len(starts)) + random.integers(2)) % 2
-    signal = random.normal(0.0, 0.3, frames).astype(np.float32)
-    spikes = np.flatnonzero(random.random(frames) < 1 / 30)
+    signal = random.normal(0.0, 0.3, steps).astype(np.float32)
+    spikes = np.flatnonzero(random.random(steps) < 1 / 30)
     signal[spikes] += random.choice(SPIKES, size=len(spikes))
     for start, mode in zip(starts, modes, strict=True):
         signal[start : start + 10] += PULSES[mode]
     mode = np.repeat(modes, lengths)
-    labels = np.where(random.random(frames) < WRONG_LABELS, 1 - mode, mode)
-    return Task(signal[:, None], labels, np.arange(frames) - np.repeat(starts, lengths))
+    labels = np.where(random.random(steps) < WRONG_LABELS, 1 - mode, mode)
+    return Task(signal[:, None], labels, np.arange(steps) - np.repeat(starts, lengths))
 
 
 def train(name: str, seed: int, count: int, report: bool = True) -> Any:
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stream = tt.Stream(recordings, lanes=LANES, chunk=STRIDE, seed=None)
     net = next(r.net for r in results if r.trained_on == STREAM)
     cost = tt.audit(net, stream, nn.CrossEntropyLoss(), [STRIDE], steps=4_000).rows[0].bias
-    print(f"cutting the credit every {STRIDE} frames changes the gradient by {cost:.1%}")
+    print(f"cutting the credit every {STRIDE} steps changes the gradient by {cost:.1%}")
     kept = [{"trained_on": r.trained_on, "seed": r.seed, "accuracy": r.accuracy} for r in results]
     (options.out / "demo.json").write_text(
         json.dumps({"updates": options.updates, "networks": kept})

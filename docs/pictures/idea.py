@@ -61,7 +61,7 @@ def draw() -> dict[str, str]:
 def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
     test = generate(TESTED, TEST_SEED)
     x = Scale(SHOWN.start, SHOWN.stop, MARGIN, WIDTH - MARGIN)
-    pulses = [int(frame) for frame in np.flatnonzero(test.since == 0)]
+    pulses = [int(step) for step in np.flatnonzero(test.since == 0)]
     modes = [round(float(test.labels[a:b].mean())) for a, b in pairwise((*pulses, TESTED))]
     truth = list(zip(pulses, modes, strict=True))
     signal = test.inputs[SHOWN.start : SHOWN.stop, 0]
@@ -108,10 +108,10 @@ def _signal(signal: np.ndarray, pulses: Sequence[int], x: Scale, y: Scale) -> st
         vertical(x.start + i + 0.5, y(float(column.max())), y(float(column.min())))
         for i, column in enumerate(columns)
     )
-    heights = {frame: y(float(signal[frame - SHOWN.start])) for frame in pulses if frame in SHOWN}
+    heights = {step: y(float(signal[step - SHOWN.start])) for step in pulses if step in SHOWN}
     dots = "".join(
-        f'<circle cx="{short(x(frame))}" cy="{short(height)}" r="4"/>'
-        for frame, height in heights.items()
+        f'<circle cx="{short(x(step))}" cy="{short(height)}" r="4"/>'
+        for step, height in heights.items()
     )
     return rule(path, 'stroke-opacity=".35" fill="none"') + dots
 
@@ -122,13 +122,13 @@ def _row(
     """A step function, high while on, with its name and score above it."""
     base, high = top + 42, top + 14
     path, mode = "", 0
-    for frame, value in changes:
-        if frame <= x.low:
+    for step, value in changes:
+        if step <= x.low:
             mode = value
     path = f"M{short(x.start)} {short(base)}V{short(high if mode else base)}"
-    for frame, value in changes:
-        if x.low < frame < x.high:
-            path += f"H{short(x(frame))}V{short(high if value else base)}"
+    for step, value in changes:
+        if x.low < step < x.high:
+            path += f"H{short(x(step))}V{short(high if value else base)}"
     path += f"H{short(x.stop)}V{short(base)}"
     style = f'style="fill:{colour(i)};stroke:{colour(i)}" fill-opacity=".3" stroke-width="2"'
     score = f'text-anchor="end" class="bold" style="fill:{colour(i)}"'
@@ -141,6 +141,6 @@ def _row(
 
 
 def _changes(classes: np.ndarray) -> list[tuple[int, int]]:
-    """The frames at which the answer changes, with the new answer."""
+    """The steps at which the answer changes, with the new answer."""
     starts = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist()]
     return [(start, int(classes[start])) for start in starts]
