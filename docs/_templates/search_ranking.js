@@ -15,7 +15,7 @@ const PHRASES = {
   "errors/inplace-operation": ["inplace operation", "leaf variable", "grad none", "叶子 变量", "梯度 none"],
   "errors/k1-k2": ["k1 k2"],
   "errors/last-batch": ["hidden state shape", "状态 形状"],
-  "errors/memory-grows": ["memory leak", "ram keeps growing", "内存 增长", "显存 增长", "显存 上涨", "显存不够", "爆显存", "显存溢出"],
+  "errors/memory-grows": ["memory leak", "ram keeps growing", "内存 增长", "显存 增长", "显存 上涨", "显存不够", "爆显存", "显存溢出", "内存不够", "内存不足"],
   "errors/nan-loss": ["exploding gradients", "nan loss", "loss inf", "exploding loss", "损失 爆炸", "梯度 爆炸"],
   "errors/retain-graph": ["retain_graph", "slower epoch", "slower iteration", "越来越慢"],
   "errors/two-losses": ["two losses", "两个损失", "多个 loss"],
@@ -23,7 +23,7 @@ const PHRASES = {
   "explanation/truncation": ["sequence length", "bptt length", "tbptt", "long dependencies", "choose horizon", "梯度消失", "长期依赖", "截断反向传播", "序列长度", "bptt 长度", "截断长度"],
   "explanation/windows": [
     "works offline", "after deployment", "predictions drift", "streaming bad", "good training bad live", "sliding window", "滑动窗口", "实时 效果", "上线",
-    "forgets sequence", "long audio", "long recordings", "fails long", "worse longer", "跑久 不准", "运行 变差", "训练 部署 不一致", "production worse", "效果变差",
+    "forgets sequence", "lstm forgets", "rnn forgets", "forgets long", "long audio", "long recordings", "fails long", "worse longer", "跑久 不准", "运行 变差", "训练 部署 不一致", "production worse", "效果变差",
     "效果 变差",
   ],
   "how-to/agents": ["ppo", "stable baselines", "recurrent agent", "recurrent policy", "actor critic", "环境 策略", "强化学习", "智能体", "torchrl", "sb3"],
@@ -32,7 +32,7 @@ const PHRASES = {
     "normalise", "scaling", "pandas", "csv", "missing values", "parquet", "different length", "variable length", "padding", "读取 csv", "归一化", "标准化",
     "缺失值", "多个目标", "多目标", "输出目标", "多个输出", "数据集", "不同长度", "长度不同", "变长", "iterabledataset", "numpy array", "load data", "split data",
     "train validation", "train test", "validation set", "mask padding", "polars", "划分", "训练集", "测试集", "数据格式", "读取数据", "加载数据", "掩码", "wav files",
-    "audio files", "音频文件", "own dataset",
+    "audio files", "音频文件", "own dataset", "embedding tokens", "word embedding", "词嵌入", "词元",
   ],
   "how-to/deploy": [
     "microcontroller", "embedded", "browser", "inference", "mobile", "onnx", "real time", "esp32", "arduino", "raspberry", "rust", "c++",
@@ -50,7 +50,7 @@ const PHRASES = {
   "how-to/extending": ["custom cell", "own cell", "custom policy", "梯度策略", "自定义策略", "自定义 单元", "自定义循环单元", "自己的单元"],
   "how-to/gpu": ["cuda", "apple silicon", "mps", "苹果", "显卡", "gpu 训练", "gpu 利用率", "gpu slow", "gpu utilization", "用 gpu"],
   "how-to/gradients": [
-    "gradient checkpointing", "checkpoint gradient", "exact gradient", "never end", "endless", "梯度检查点", "精确梯度", "无穷", "无限长", "不截断", "how far back",
+    "rtrl", "real time recurrent learning", "实时循环学习", "gradient checkpointing", "checkpoint gradient", "exact gradient", "never end", "endless", "梯度检查点", "精确梯度", "无穷", "无限长", "不截断", "how far back",
     "network remember", "measure memory", "horizon", "gradient bias", "记多久", "记住多远", "多远", "梯度视野", "gradient flows steps",
   ],
   "how-to/layers": [
@@ -64,7 +64,7 @@ const PHRASES = {
     "save model", "load model", "save checkpoint", "save hidden state", "keep hidden state", "hidden state across", "resume training",
     "accumulate gradients", "validate training", "gradient clipping", "random seed", "reproducible", "deterministic", "nan inference", "f1",
     "confusion matrix", "teacher forcing", "imbalanced", "weighted loss", "weighted cross entropy", "class weights", "保存模型", "加载模型", "保存 模型",
-    "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "隐藏状态 清零", "隐藏状态 重置", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
+    "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "隐藏状态 清零", "隐藏状态 重置", "隐藏状态 传给", "pass hidden", "pass state", "hidden state next batch", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
     "progress bar", "类别不平衡", "样本不平衡", "进度条", "梯度裁剪", "结果 不一样", "结果不同", "different results", "evaluate", "evaluation", "test set", "评估", "测试集上",
     "same results", "batch prediction different", "step by step different",
   ],
@@ -92,32 +92,32 @@ const PHRASES = {
   "how-to/recipes/wiener-hammerstein": ["system identification", "系统辨识"],
   "how-to/trace": ["vanishing", "exploding gradient", "看梯度", "监控梯度", "检查梯度", "gradient per step", "gradient norm", "saturated gates", "梯度 范数"],
   "how-to/your-module": [
-    "bidirectional", "language model", "reinforcement learning", "custom module", "own module", "lstmcell", "grucell", "convolution", "batchnorm",
+    "bidirectional", "seq2seq", "encoder decoder", "编码器", "language model", "reinforcement learning", "custom module", "own module", "lstmcell", "grucell", "convolution", "batchnorm",
     "双向", "语言模型", "强化学习", "自定义 模块", "自己 模块", "自己写的", "卷积", "隐藏状态初始化", "own model", "custom model", "wrap model", "custom rnn", "done episode",
     "自定义模型", "自己的模型", "自己写",
   ],
   "reference/benchmarks": ["benchmark", "speed", "faster", "性能", "快多少", "速度对比"],
   "reference/command-line": [
     "early stopping", "best checkpoint", "predict csv", "stop training", "patience", "tensorboard", "wandb", "weights biases", "mlflow",
-    "learning rate warmup", "overfitting", "command line", "早停", "停止训练", "最好的模型", "预测写", "提前停止", "过拟合", "学习率预热", "保存模型", "加载模型", "日志",
+    "learning rate warmup", "overfitting", "log metrics", "command line", "早停", "停止训练", "最好的模型", "预测写", "提前停止", "过拟合", "学习率预热", "保存模型", "加载模型", "日志",
     "命令行", "without code", "no code", "train terminal", "不写代码", "终端", "超参数", "original units", "反归一化", "原始单位",
   ],
   "reference/doctor/TT205": ["validation score changes", "验证 每次"],
   "reference/doctor/TT211": ["hidden state shape", "expected hidden", "形状不对", "形状不匹配"],
   "reference/doctor/TT302": ["zero_grad"],
-  "reference/doctor/index": ["debug", "find bug", "training does not learn", "调试", "不收敛", "不学习", "不下降", "不降", "loss does not decrease"],
+  "reference/doctor/index": ["debug", "find bug", "training does not learn", "调试", "不收敛", "不学习", "不下降", "不降", "loss does not decrease", "loss go", "unit tests", "pytest", "单元测试"],
   "reference/files": [
     "csv", "timestamp", "time stamp", "timestamps", "semicolon", "decimal comma", "date column", "时间戳", "读取 csv", "带 csv", "分号", "多标签", "multilabel",
     "last step", "最后一步", "irregular time", "sampling rate", "categories", "文件格式",
   ],
   "reference/flags": ["options", "all flags", "参数", "选项"],
   "reference/glossary": [
-    "hidden state", "lane", "batch lanes", "batch size lanes", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度", "叶子张量", "多对一", "多对多", "术语", "what is", "meaning", "definition",
+    "hidden state", "lane", "batch lanes", "batch size lanes", "tensor shape", "shape batch", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度", "叶子张量", "多对一", "多对多", "术语", "what is", "meaning", "definition",
     "lane 是什么", "什么意思",
   ],
   "reference/report": ["html report", "plot loss", "报告", "损失曲线", "训练报告", "training report"],
   "reference/run-folder": [
-    "load run", "code safe", "killed", "crashed", "interrupted", "resume training", "断点续训", "模型 在哪里", "好的模型 在哪", "代码安全", "中断", "接着训练", "继续训练", "kill 训练",
+    "load run", "log metrics", "metrics file", "continue training", "train more epochs", "code safe", "killed", "crashed", "interrupted", "resume training", "断点续训", "模型 在哪里", "好的模型 在哪", "代码安全", "中断", "接着训练", "继续训练", "恢复训练", "训练 恢复", "kill 训练",
   ],
   "reference/streams": [
     "num_workers", "dataloader", "data loader", "workers", "数据加载", "mixed lengths", "shuffle recordings", "lanes number", "路数", "组 batch",
