@@ -52,6 +52,10 @@ def run(*arguments: str | Path, ok: bool = True, drawn: bool = False) -> str:
     return printed if ok else complained
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def signals() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     random = np.random.default_rng(0)
     u = random.uniform(-0.5, 0.5, size=STEPS).astype(np.float32)
@@ -86,7 +90,7 @@ def as_wav(folder: Path) -> tuple[Path, list[str]]:
     return folder / "pairs.csv", []
 
 
-SMALL = "--task regress --hidden 4 --lanes 2 --stride 20 --updates 50 --lr 0.01".split()
+SMALL = words("--task regress --hidden 4 --lanes 2 --stride 20 --updates 50 --lr 0.01")
 
 
 @pytest.mark.parametrize("written", [as_csv, as_folder, as_wav])
@@ -114,7 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         f"{random.normal():.3f},{'high' if i // 30 % 2 else 'low'},{i}" for i in range(STEPS)
     )
     (folder / "data.csv").write_text(f"x,label,note\n{rows}\n", encoding="utf-8")
-    settings = "--inputs x --targets label --hidden 8 --lanes 2 --stride 20 --updates 30".split()
+    settings = words("--inputs x --targets label --hidden 8 --lanes 2 --stride 20 --updates 30")
     run("train", folder / "data.csv", *settings, "--out", folder / "run")
     return folder / "run", folder / "data.csv"
 
@@ -161,7 +165,7 @@ def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_pat
         rows.append(f"clip{i},{split},{i}.npy,{'xy'[i % 2]}")
     data = tmp_path / "clips.csv"
     data.write_text("\n".join(rows), encoding="utf-8")
-    said = run("train", data, *"--hidden 4 --lanes 2 --updates 1 --out".split(), tmp_path / "run")
+    said = run("train", data, *words("--hidden 4 --lanes 2 --updates 1 --out"), tmp_path / "run")
     assert "clip7" not in said
     assert "13 whole recordings of 'valid', the state carried" in said
     said = run("eval", tmp_path / "run", "--split", "test")
@@ -234,8 +238,8 @@ def test_the_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) ->
     What the stream reaches is not.
     """
     demo = Path(__file__).parent.parent / "examples" / "demo.py"
-    words = [sys.executable, str(demo), "--short", "--out", str(tmp_path)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, str(demo), "--short", "--out", str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     content = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     windows, stream = (network["accuracy"] for network in content["networks"])
     assert BEST - 0.03 < stream <= BEST + 0.01
