@@ -16,7 +16,6 @@ import throughtime as tt
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import is_number
-from throughtime.stream.manifest import find_recordings
 
 
 def written(path: Path, text: str | bytes) -> Path:
@@ -145,7 +144,7 @@ def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
     assert open_table(written(tmp_path / "d.csv", decimals)).read(8, 9, ["1"]).item() == 2.8
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("separator", [",", ";"])
 def test_a_separator_within_quotes_is_no_separator(separator: str, tmp_path: Path) -> None:
     text = f'"n;ame,|"{separator}x\n"a;b, c|"{separator}1\n"d"{separator}2\n'
     table = open_table(written(tmp_path / "r.csv", text))
@@ -176,34 +175,16 @@ def test_a_first_line_of_values_is_no_header(
 
 REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in malformed_files.py
     "the columns that pandas counts": ("0,1,2\n3,4,5\n", "'2'\\], expected distinct column names"),
-    "years over decimals": ("2019,2020\n1.5,-2.5\n", "'2020'\\], expected distinct column names"),
-    "dates over numbers": ("2020-01-01,2020-01-02\n1,2\n", "expected distinct column names"),
-    "names or values": (
-        "N,1,2\nV,2,3\n",
-        "the first line is \\['N', '1', '2'\\], expected distinct",
-    ),
-    "no name": ("a,,b\n1,2,3\n", "expected distinct column names"),
     "an index": (",5\n7,1\n", r"an index of pandas has no name: to_csv\(path, index=False\)"),
-    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, as UTF-16"),
     "windows-1252": (
         "Größe;x\n1;2\n".encode("cp1252"),
         "line 1 is no UTF-8; is it WINDOWS-1252, .* Save it as UTF-8",
-    ),
-    "late short line": (
-        b"a,b\n" + b"1,2\n" * 300_000 + b"1\n",
-        "line 300002 has 1 fields, the first one 2; mend it, or read it with pandas",
-    ),
-    "open quote": (
-        b'a,b\n1,2\n1,"2\n3,4\n',
-        "line 3: unexpected end of data; is a quote open",
     ),
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names"),
     "a comment": (
         "# V\na;b\n1;2\n3;4\n5;6\n",
         "line 2 has 2 fields, the first one 1; delete lines",
     ),
-    "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the first one 1"),
-    "empty": (b"", "the file is empty"),
 }
 
 
@@ -218,10 +199,7 @@ def test_what_is_no_table_is_refused_with_what_to_do(
 
 FAULTS: dict[str, tuple[str, str]] = {  # a text, and the reason
     "a quoted line": ('x,t\n1,"two\nlines"\n\n\n2,a\nb,b\n', "line 7, column 'x' holds 'b'"),
-    "two decimal marks": ("a;b\n2,5;1\n1.5;2\n", "line 2, .* a decimal comma"),
-    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "line 2, column 'a'.* thousands"),
     "quoted comma": ('a,b\n"1,5",2\n', r"a decimal comma: --decimal ,"),
-    "merged labels": ("a,b\n9007199254740993,2\n", "float64"),
     "late digits": ("a,b\n" + "1,2\n" * 300_000 + "9007199254740993,2\n", "line 300002, .* merge"),
 }
 
@@ -248,14 +226,14 @@ def test_a_column_of_two_kinds_that_nobody_reads_is_no_fault(tmp_path: Path) -> 
 
 def test_what_a_column_holds_shows_in_its_first_rows(tmp_path: Path) -> None:
     """Labels later than that, and another order of dates, are refused by their line."""
-    lines = [f"{i},,3/9/2020 10:00,1" for i in range(80_000)]
+    lines = [f"{i},,3/9/2020 10:00,1" for i in range(66_000)]
     lines += ["7,2.5,3/13/2020 10:00,+2", "8,,3/14/2020 10:00,3"]
     whole = "\n".join(["n,late,date,x", *lines])
     clear = whole.replace("3/9", "3/19")
     table = open_table(written(tmp_path / "r.csv", clear))
-    assert table.read(80_000, 80_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
-    np.testing.assert_array_equal(table.read(79_999, 80_001, ["late"])[:, 0], [np.nan, 2.5])
-    with pytest.raises(DataError, match=r"line 80003, column 'late' holds 'beat', .*as above it"):
+    assert table.read(66_000, 66_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
+    np.testing.assert_array_equal(table.read(65_999, 66_001, ["late"])[:, 0], [np.nan, 2.5])
+    with pytest.raises(DataError, match=r"line 66003, column 'late' holds 'beat', .*as above it"):
         open_table(written(tmp_path / "r.csv", clear.replace("\n8,,3/14", "\n8,beat,3/14"))).read(
             0, 1, ["late"]
         )
@@ -263,14 +241,7 @@ def test_what_a_column_holds_shows_in_its_first_rows(tmp_path: Path) -> None:
         open_table(written(tmp_path / "r.csv", whole)).read(0, 1, ["date"])
 
 
-def test_a_column_of_labels_stays_text_where_labels_look_like_numbers(tmp_path: Path) -> None:
-    table = open_table(written(tmp_path / "r.csv", "x,label\n1,\n2,N\n3,1\n"))
-    assert table.read(0, 3, ["label"])[:, 0].tolist() == ["", "N", "1"]
-    assert table.read(0, 3, ["x"]).dtype == np.float64
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("block", [4, 2**20])
+@pytest.mark.parametrize(("block", "end"), [(4, "\n"), (2**20, "\r\n")])
 def test_blank_lines_are_values_of_a_single_column_only(
     end: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,13 +289,6 @@ def test_whole_numbers_are_refused_where_float64_merges_them(quote: str, tmp_pat
         open_table(path).read(0, 3, ["t"])
 
 
-def test_a_manifest_is_text(tmp_path: Path) -> None:
-    for name in ("a.csv", "b.csv"):
-        written(tmp_path / name, "x\n1\n")
-    path = written(tmp_path / "r.csv", "id;inputs\n001;a.csv\n\n1;b.csv\n")
-    assert [entry.name for entry in find_recordings(path)] == ["001", "1"]
-
-
 @pytest.mark.parametrize("text", ["a\n1\n2,5\n3\n", "1\n2\n3,4\n", "a\nx\ny, z\nw\n"])
 def test_a_comma_in_a_single_column_is_a_long_line(text: str, tmp_path: Path) -> None:
     """`2,5` was read as 2.5, since no delimiter was detected."""
@@ -333,8 +297,7 @@ def test_a_comma_in_a_single_column_is_a_long_line(text: str, tmp_path: Path) ->
         open_table(tmp_path / "r.csv")
 
 
-@pytest.mark.parametrize("blank", [0, 1, 4])
-@pytest.mark.parametrize("header", ["", "a\n"])
+@pytest.mark.parametrize(("blank", "header"), [(1, ""), (4, "a\n")])
 def test_blank_lines_before_a_single_column_are_no_values(
     blank: int, header: str, tmp_path: Path
 ) -> None:

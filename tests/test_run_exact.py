@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_run import finish, settings, stop_at, write_recordings
+from test_run import finish, goes_on, settings, stop_at, write_recordings
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.gradient import Exact, executor
@@ -17,18 +17,10 @@ from throughtime.updates import updates
 
 def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """One lane: an update for each recording, at the run's own segment length."""
-    data = write_recordings(tmp_path / "data")
     more = {"gradient": "exact", "stride": None, "lanes": 1, "updates": None, "epochs": 4}
-    whole = finish(settings(data, tmp_path / "whole", **more))
-    assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(
-        range(1, 9)
-    )
-    stopped = Training.begin(Config(**settings(data, tmp_path / "stopped", **more)))
-    stop_at(stopped, 3)
-    resumed = Training.resume(stopped.folder.path)
-    assert resumed.done.count == 3
-    resumed.run()
-    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    whole = goes_on(tmp_path, 3, **more)
+    updates = [row["update"] for row in whole.read_metrics() if row["kind"] == "train"]
+    assert updates == list(range(1, 9))
 
 
 def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(

@@ -10,23 +10,15 @@ import pytest
 from test_cli import run
 from test_run import settings, stop_at, write_recordings
 from throughtime import tensor_files
-from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
-
-
-def stopped(out: Path, **more: object) -> RunFolder:
-    """A run of 60 updates that is stopped at its third."""
-    values = settings(write_recordings(out.parent / "data", (400, 250, 300)), out, **more)
-    training = Training.begin(Config(**values))
-    stop_at(training, 3)
-    return training.folder
 
 
 def test_every_command_reads_the_model_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = stopped(tmp_path / "run")
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run")
+    folder = stop_at(Training.begin(Config(**values)), 3).folder
     reads = list[Path]()
     read = tensor_files.read_tensors
     monkeypatch.setattr(

