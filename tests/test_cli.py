@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from examples.demo import BEST, CHANCE, PULSES, generate
+from examples.demo import BEST, CHANCE
 
 import throughtime as tt
 from throughtime.app.cli import main
@@ -247,15 +247,6 @@ def test_the_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) ->
     assert f"{windows:.3f}" in said
     assert f"{stream:.3f}" in said
     assert "<svg" in (tmp_path / "demo.svg").read_text(encoding="utf-8")
-
-
-def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it() -> None:
-    task = generate(200_000, 5)
-    starts = np.flatnonzero(task.since == 0)
-    sums = np.array([task.inputs[s : s + 10].sum() for s in starts.tolist()])
-    assert np.array_equal(np.sign(sums), np.sign(PULSES)[(sums > 0).astype(int)])
-    remembered = np.repeat(sums > 0, np.diff(np.append(starts, len(task.since))))
-    assert (remembered == task.labels).mean() == pytest.approx(BEST, abs=0.003)
 
 
 def test_the_module_is_the_command() -> None:

@@ -164,7 +164,7 @@ print(repr(float(table.read(0, len(table), table.columns).sum())), flush=True)
 """
 
 
-def of(cache: Path) -> dict[str, str]:
+def of(cache: Path) -> dict[str, Any]:
     return {"THROUGHTIME_CACHE": str(cache)}
 
 

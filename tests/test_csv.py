@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -97,43 +97,6 @@ def test_what_is_a_number() -> None:
     assert not any(map(is_number, ["", "N", "1_000", "0x10", "1,5", "1 2", "nan(1)", "٣"]))
 
 
-@given(
-    rows=st.lists(
-        st.tuples(st.floats(-1e6, 1e6), st.floats(-1, 1), st.integers(0, 9)),
-        min_size=1,
-        max_size=20,
-    ),
-    separator=st.sampled_from([",", ";", "\t", "|"]),
-    comma=st.booleans(),
-    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]),
-    end=st.sampled_from(["\n", "\r\n"]),
-    header=st.booleans(),
-)
-def test_numbers_are_the_same_in_every_dialect(
-    rows: list[tuple[float, float, int]],
-    separator: str,
-    comma: bool,
-    quoting: Literal[0, 1, 2],
-    end: str,
-    header: bool,
-) -> None:
-    from tempfile import TemporaryDirectory
-
-    decimal = "," if comma and separator != "," else "."
-    file = io.StringIO()
-    writer = csv.writer(file, delimiter=separator, lineterminator=end, quoting=quoting)
-    if header:
-        writer.writerow(["Time [s]", "a b", "c"])
-    for x, y, n in rows:
-        texts = [f"{x:.4f}".replace(".", decimal), f"{y:.2f}".replace(".", decimal), str(n)]
-        writer.writerow(texts)
-    with TemporaryDirectory() as folder:
-        table = open_table(written(Path(folder) / "r.csv", file.getvalue()))
-        assert table.columns == (("Time [s]", "a b", "c") if header else ("0", "1", "2"))
-        expected = [(float(f"{x:.4f}"), float(f"{y:.2f}"), n) for x, y, n in rows]
-        np.testing.assert_array_equal(table.read(0, len(rows), table.columns), expected)
-
-
 def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
     tmp_path: Path,
 ) -> None:
@@ -142,35 +105,6 @@ def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
     assert table.columns == ("note; free", "u", "v")
     decimals = "".join(f"1,{i};2,{i};3,5\n" for i in range(9))  # three fields by commas, too
     assert open_table(written(tmp_path / "d.csv", decimals)).read(8, 9, ["1"]).item() == 2.8
-
-
-@pytest.mark.parametrize("separator", [",", ";"])
-def test_a_separator_within_quotes_is_no_separator(separator: str, tmp_path: Path) -> None:
-    text = f'"n;ame,|"{separator}x\n"a;b, c|"{separator}1\n"d"{separator}2\n'
-    table = open_table(written(tmp_path / "r.csv", text))
-    assert table.columns == ("n;ame,|", "x")
-    assert table.read(0, 2, ["n;ame,|"])[:, 0].tolist() == ["a;b, c|", "d"]
-    assert table.read(0, 2, ["x"])[:, 0].tolist() == [1, 2]
-
-
-FIRST: dict[str, tuple[str, tuple[str, ...]]] = {  # a text, and its columns
-    "numbers": ("1,2.5,-3e1\n4,5,6\n", ("0", "1", "2")),
-    "a missing one": ("1.5,,NA\n2,3,4\n", ("0", "1", "2")),
-    "times": ("2020-01-01;1,5\n2020-01-02;2,5\n", ("0", "1")),
-    "a time": ("2020-01-01 10:00\n2020-01-01 10:01\n", ("0",)),
-    "a name among numbers": ("1,b\n4,5\n", ("1", "b")),
-    "words": ("name\nJohn Smith\nAnna Lee\n", ("name",)),
-    "words in the name": ("heart rate\n60\n70\n", ("heart rate",)),
-}
-
-
-@pytest.mark.parametrize(("text", "names"), FIRST.values(), ids=FIRST)
-def test_a_first_line_of_values_is_no_header(
-    text: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    table = open_table(written(tmp_path / "r.csv", text))
-    assert table.columns == names
-    assert len(table) == text.count("\n") - (names[0] != "0")
 
 
 REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in malformed_files.py

@@ -143,14 +143,6 @@ def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_pat
     assert len(dataset(tmp_path, exclude=["datetime"]).train) == 4
 
 
-def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
-    path = anomaly_files(tmp_path / "a") / "valve1" / "0.csv"
-    first, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([first, ";A;l/min;;", *lines]))
-    with pytest.raises(DataError, match=r"'Current' .*'A'.*, expected .* line .* of units"):
-        dataset(path)
-
-
 def reading(data: Dataset) -> Run:
     """A run that only reads recordings."""
     config = Config(data="d")

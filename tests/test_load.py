@@ -65,20 +65,6 @@ def test_recordings_are_those_of_one_file_each(tmp_path: Path) -> None:
         assert np.array_equal(steps.targets, other.targets)
 
 
-def test_settings_reach_the_recordings(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", "a", sep="|")
-    (recording,) = tt.recordings(folder, targets="level", exclude="beat", ahead=2, delimiter="|")[
-        "train"
-    ]
-    steps = recording.read(0, 300)
-    assert steps.inputs.shape == (300, 3)  # u, v, and the level of now
-    assert steps.targets is not None
-    assert np.array_equal(steps.targets[:-2], steps.inputs[2:, 2])
-    assert np.isnan(steps.targets[-2:]).all()
-    with pytest.raises(DataError, match="inputs and targets of the same step"):
-        tt.recordings(folder, inputs=["u", "level"], targets="level")
-
-
 @pytest.fixture(scope="module", params=["beat", "level"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("runs")

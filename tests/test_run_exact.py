@@ -1,18 +1,15 @@
 """A run with the exact gradient: its updates, its settings, and resuming to the bit."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from test_run import finish, goes_on, settings, stop_at, write_recordings
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
-from throughtime.gradient import Exact, executor
-from throughtime.updates import updates
+from throughtime.gradient import executor
 
 
 def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
@@ -63,39 +60,6 @@ def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
     resumed.run()
     assert lengths == expected[1:]
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
-
-
-def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
-    more = {
-        "gradient": "exact",
-        "cut_every": 150,
-        "stride": None,
-        "updates": 3,
-        "max_norm": 1e3,
-        "dtype": "float64",
-        "schedule": "constant",
-        "keep": "last",
-    }
-    training = Training.begin(
-        Config(**settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
-    )
-    net = copy.deepcopy(training.net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
-    for _, _ in zip(
-        range(3),
-        updates(
-            net,
-            training.stream,
-            torch.nn.CrossEntropyLoss(),
-            gradient=Exact(cut_every=150),
-        ),
-        strict=False,
-    ):
-        optimizer.step()
-        optimizer.zero_grad()
-    training.run()
-    for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,6 @@ def test_a_module_that_cannot_be_trained_is_refused_with_what_to_change(
     ("more", "said"),
     [
         ({"model": "{code}:Hidden", "layers": 3}, "constructor names no layers, which"),
-        ({"model": "{code}:Weightless", "hidden": 8}, "constructor names no hidden, which"),
         (
             {"loss": "{code}:Unweighted", "class_weights": "balanced"},
             "constructor names no weight, which",

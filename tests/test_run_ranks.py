@@ -227,11 +227,6 @@ class Command:
                 self.words, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
             )
 
-    def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank that torchrun has started."""
-        children = psutil.Process(self.process.pid).children()
-        return next(p for p in children if p.environ().get("RANK") == str(rank))
-
     def ended(self) -> int:
         return self.process.wait(PATIENCE)
 
@@ -280,21 +275,6 @@ def updates_in(folder: RunFolder) -> int:
     return int(load_checkpoint(folder.checkpoint)["done"]["count"])
 
 
-def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
-    folder, updates = asked
-    values_ = values(folder, f"whole-{updates}", "horizon") | {"updates": updates}
-    yield (
-        str(rank),
-        through(Training.begin(Config(**values_), Ranks(rank, 2, torch.device("cpu")))).done.count,
-    )
-
-
-def uninterrupted(folder: Path, updates: int) -> RunFolder:
-    """The run of two ranks that nothing befell."""
-    in_processes(2, partial(tuple, (folder, updates)), whole_run)
-    return RunFolder(folder / f"whole-{updates}")
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     write_recordings(tmp_path / "data")
@@ -334,24 +314,6 @@ def test_a_rank_that_fails_alone_prints_why_and_ends_all(data: Path) -> None:
         assert command.ended() != 0
     assert "error: --lr no: Input should be a valid number" in command.output
     assert not (data / "run" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_after_a_killed_rank_the_run_resumes_to_the_same_bits(data: Path) -> None:
-    folder = RunFolder(data / "run")
-    with started(throughtime_on_two(*endless(data, "run")), data / "killed.log") as killed:
-        killed.wait_for(folder.checkpoint.is_file)
-        killed.rank(1).kill()
-        assert killed.ended() != 0, killed.output
-    assert not load_checkpoint(folder.checkpoint)["done"]["finished"]
-    before = updates_in(folder)
-    last = before + 17
-    words = throughtime_on_two("train", "--resume", folder.path, "--updates", str(last))
-    with started(words, data / "resumed.log") as resumed:
-        assert resumed.ended() == 0, resumed.output
-    assert resumed.output.count(f"resumed at update {before}") == 1
-    assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
-    assert apart(folder, uninterrupted(data, last - 1)) > 0  # a mutant: an update less
 
 
 @pytest.mark.slow

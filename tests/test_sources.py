@@ -386,14 +386,3 @@ def test_arrays_that_are_no_columns_are_named_and_the_others_are_read(tmp_path: 
     (tmp_path / "files" / "x.h5").rename(tmp_path / "x.h5")
     with pytest.raises(DataError, match=r"\['short'\] asked for, it has short float64 \(1,\), x"):
         tt.recording(tmp_path / "x.h5", inputs="x", targets="short")
-
-
-def test_other_types_of_libraries(tmp_path: Path) -> None:
-    frame = pl.DataFrame({"u": [1.0, 2.0], "y": pl.Series(["N", "V"], dtype=pl.Categorical)})
-    frame.write_ipc(tmp_path / "x.arrow")
-    recording = tt.recording(tmp_path / "x.arrow", targets="y", classes=["N", "V"])
-    assert str(recording.read(0, 2).targets) == "[0 1]"
-    with pytest.raises(DataError, match="Sparse"):
-        tt.Stream(torch.tensor(values()).to_sparse(), 1, 5)
-    with pytest.raises(DataError, match="collect a lazy frame"):
-        tt.recording(frame.lazy())

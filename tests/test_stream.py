@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import throughtime as tt
 import throughtime.stream.stream as stream_module
@@ -418,21 +417,3 @@ def test_chunks_by_hand_are_checked_and_filled_in() -> None:
         "mask: dtype torch.float32, expected torch.bool",
     ):
         assert part in message
-
-
-@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_chunk_cut_and_cut_again_keeps_its_marks(cuts: list[int]) -> None:
-    chunk: Chunk = whole(tt.Stream(recordings([17, 5, 9]), lanes=2, chunk=50, warm_up=2))
-    begin, parts = 0, list[Chunk]()
-    for steps in [*cuts, chunk.steps]:
-        stop = min(begin + steps, chunk.steps)
-        if begin < stop:
-            parts.append(chunk[begin : chunk.steps][0 : stop - begin])
-        begin = stop
-    assert sum(part.valid_steps for part in parts) == chunk.valid_steps == int(chunk.mask.sum())
-    for part in parts:
-        assert part.valid_steps == int(part.mask.sum())
-        assert part.any_reset == bool(part.resets.any())
-        assert part.inputs.shape[0] == part.steps == part.resets.shape[0] == part.position.shape[0]
-    glued: Tensor = torch.cat([part.inputs for part in parts])
-    assert torch.equal(glued, chunk.inputs)

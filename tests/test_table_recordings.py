@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
-import scipy.io
 import torch
 
 import throughtime as tt
@@ -155,15 +154,6 @@ def test_columns_of_pandas_may_be_named_by_numbers() -> None:
     recording = tt.recording(pd.DataFrame(values()), inputs=[0, 2], targets=1)
     assert np.array_equal(recording.read(0, T).inputs, values()[:, [0, 2]])
     assert np.array_equal(target_values(recording), values()[:, 1])
-
-
-def test_a_mapping_of_matlab_has_entries_that_are_no_arrays(tmp_path: Path) -> None:
-    scipy.io.savemat(tmp_path / "x.mat", {"x": values(), "y": values()[:, :1] + 1})
-    loaded = scipy.io.loadmat(tmp_path / "x.mat")
-    recording = tt.recording(loaded, inputs="x", targets="y")
-    assert np.array_equal(recording.read(0, T).inputs, values())
-    with pytest.raises(DataError, match="read others with their library"):
-        tt.recording(tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("role", ["inputs", "targets"])

@@ -90,26 +90,6 @@ def test_other_texts_are_no_times(text: str) -> None:
     assert not form([text])
 
 
-@pytest.mark.parametrize("text", ["2020-13-01", "2020-02-30", "2020-01-01 25:00", "13/13/2020"])
-def test_times_that_there_are_not_are_wrong(text: str) -> None:
-    texts = pa.array([text])
-    for known in ("ymd", "dmy", "mdy", "ymdZ"):
-        with pytest.raises(pa.ArrowInvalid):
-            parse_times(texts, known)
-
-
-def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
-    """A month apart or a day apart: both ascend, and each would give another rate."""
-    (tmp_path / "r.csv").write_text("day,x\n01/02/2020,1\n01/03/2020,2\n")
-    with pytest.raises(DataError, match=r"column 'day' .* day and month distinct"):
-        open_table(tmp_path / "r.csv").read(0, 1, ["day"])
-
-
-def test_commas_before_fractions_are_read() -> None:
-    stamps = parse_times(pa.array(["3/19/2020 13:14:05,5"]), "mdy").to_numpy()
-    assert stamps.tolist() == np.array(["2020-03-19T13:14:05.5"], "M8[ns]").tolist()
-
-
 @pytest.mark.parametrize(
     ("suffix", "unit"), [(".csv", "s"), (".parquet", "ms"), (".arrow", "ns"), (".feather", "s")]
 )

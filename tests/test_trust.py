@@ -244,7 +244,7 @@ def test_forged_code_is_never_executed(sent: Sent, forged: str, *, trained: bool
         trusted_by_training(sent)
     FORGED[forged](sent)
     policy = trained and forged.startswith("policy")
-    for command in ("eval", "resume") if policy and forged != "policy changed" else COMMANDS:
+    for command in ("eval", "resume", "load_run") if trained else COMMANDS:
         code, _, complaint = execute(sent, command)
         assert not sent.evil.exists(), command
         if not trained:
