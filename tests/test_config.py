@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from processes import elsewhere
-from test_cli import ended
 from throughtime.app.settings import SHORT, Config, help_of, read_toml
 from throughtime.errors import ConfigError, did_you_mean
 
@@ -122,24 +121,6 @@ import throughtime.app.page
 assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules
 """
     assert elsewhere(light).code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "written_as"),
-    [
-        ("train d --class_weights none", "--class_weights: no such option; write --class-weights"),
-        (
-            "eval r --optimizer x",
-            (
-                "--optimizer: no such option; throughtime eval --help lists what it takes, such as"
-                " --seed 1"
-            ),
-        ),
-    ],
-)
-def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_as: str) -> None:
-    code, _, complained = ended(*words.split())
-    assert (code, complained) == (2, f"error: {written_as}\n")
 
 
 def test_only_what_is_near_is_suggested() -> None:

@@ -248,22 +248,13 @@ def test_a_decimal_comma_in_a_single_column_separates_no_fields(text: str, tmp_p
     assert table.read(0, 9, table.columns).tolist() == [[1.5], [2.5]]
 
 
-@pytest.mark.parametrize(
-    ("frame", "names"),
-    [
-        (pd.DataFrame({"u": [1.5, 2.5], "v": [3, 4]}), ("u", "v")),
-        (pd.DataFrame([[1.5, 3], [2.5, 4]]), ("0", "1")),
-        (pd.DataFrame([[1.5, 3], [2.5, 4]], columns=[2019, 2020]), ("2019", "2020")),
-    ],
-    ids=["names", "numbers", "years"],
-)
-def test_an_index_without_a_name_is_no_column(
-    frame: pd.DataFrame, names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_an_index_without_a_name_is_no_column(tmp_path: Path) -> None:
+    for names in (["u", "v"], [0, 1], [2019, 2020]):
+        frame = pd.DataFrame([[1.5, 3], [2.5, 4]], columns=names)
+        frame.to_csv(tmp_path / "x.csv")
+        table = open_table(tmp_path / "x.csv")
+        assert table.columns == tuple(map(str, names))
+        assert np.array_equal(table.read(0, 2, table.columns), [[1.5, 3], [2.5, 4]])
+    frame = pd.DataFrame({"u": [1.0, 2]}, index=pd.date_range("2020-01-01", periods=2))
     frame.to_csv(tmp_path / "x.csv")
-    table = open_table(tmp_path / "x.csv")
-    assert table.columns == names
-    assert np.array_equal(table.read(0, 2, names), [[1.5, 3], [2.5, 4]])
-    frame.index = pd.date_range("2020-01-01", periods=2)
-    frame.rename(columns=str).add_prefix("c").to_csv(tmp_path / "x.csv")
-    assert tt.recording(tmp_path / "x.csv").read(0, 2).inputs.shape == (2, 2)
+    assert tt.recording(tmp_path / "x.csv").read(0, 2).inputs.shape == (2, 1)

@@ -95,11 +95,6 @@ def test_the_weights_are_those_of_the_plain_loop() -> None:
                 break
     assert result.count == 40
     torch.testing.assert_close(net.state_dict(), mine.state_dict(), rtol=0, atol=0)
-    torch.manual_seed(5)
-    other = make_net()
-    run(other, keep="last", updates=39)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(net.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("schedule", "at"), [("none", 5), ("step", 16), ("plateau", 31)])

@@ -150,13 +150,3 @@ def test_what_does_not_go_together_is_refused(
     words = [word.format(data=data) for word in arguments]
     assert reason in run("predict", folder, *words, ok=False)
     assert {path: path.read_bytes() for path in data.rglob("*.csv")} == before
-
-
-def test_predictions_within_the_data_are_no_recordings(tmp_path: Path) -> None:
-    data = anomaly_files(tmp_path / "data")
-    settings = [*SETTINGS, "--updates", "2", "--hidden", "4", "--lanes", "2"]
-    run("train", data, *settings, "--out", data / "run")
-    run("predict", data / "run", data, "--split", "all", "--out", data / "p")
-    assert "4 recordings, 800 steps to train on" in run(
-        "train", data, *settings, "--out", tmp_path / "again"
-    )

@@ -122,26 +122,6 @@ def test_classes_are_forecast_and_compared(tmp_path: Path) -> None:
     assert not any("/" in name for row in folder.read_metrics() for name in row)
 
 
-def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    draw, series = np.random.default_rng(1), list[Array]()
-    for name in "abc":
-        table = np.round(draw.normal(size=(60, 2)).cumsum(0), 4)
-        series.append(table)
-        np.savetxt(folder / f"{name}.csv", table, "%.4f", ",", header="u,v", comments="")
-    values = forecast(folder, tmp_path / "run", targets=["u", "v"], inputs=[], ahead=3)
-    rows = [row for row in finish(values).read_metrics() if row["kind"] == "valid"]
-    errors = series[2][3:] - series[2][:-3]
-    assert rows[-1]["compared/steps"] == 57
-    for i, column in enumerate("uv"):
-        rmse = rows[-1][f"persistence/rmse[{column}]"]
-        assert rmse == pytest.approx(np.sqrt((errors[:, i] ** 2).mean()), rel=1e-5)
-    short = {**values, "ahead": 60, "out": str(tmp_path / "short")}
-    with pytest.raises(DataError, match=r"'a.csv' has 60 steps, so none has a target 60 steps"):
-        finish(short)
-
-
 def lines(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

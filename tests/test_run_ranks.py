@@ -7,18 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from processes import free_port, in_processes, torchrun
+from processes import end, free_port, in_processes, torchrun
 from test_cli import run
 from test_run import _lines, finish, flags, settings, stop_at, write_recordings
 from throughtime import state as trees
@@ -212,67 +211,21 @@ def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
 # --- the command ---
 
 
-@dataclass
-class Command:
-    """A command of several processes; what it says is read from files, so that no pipe fills up."""
-
-    words: list[str]
-    log: Path
-    more: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        with self.log.open("w", encoding="utf-8") as output:
-            environment = SURROUNDINGS | self.more
-            self.process = subprocess.Popen(
-                self.words, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
-            )
-
-    def ended(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(encoding="utf-8")
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
-
-
 @contextmanager
-def started(words: list[str], log: Path, **more: str) -> Generator[Command]:
-    """The command; whatever it has started is ended, each by its own id, where a test fails."""
-    command = Command(words, log, more)
-    children: list[psutil.Process] = []
+def started(words: list[str], log: Path, **more: str) -> Generator["subprocess.Popen[bytes]"]:
+    """A command whose outputs go to a file; nothing that it has started outlives the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, env=SURROUNDINGS | more, stdout=output, stderr=output)
     try:
-        yield command
-        children = []
+        yield process
     finally:
-        if command.process.poll() is None:
-            children = psutil.Process(command.process.pid).children(recursive=True)
-            command.process.kill()
-            command.process.wait()
-        for child in children:
-            child.kill()
+        if process.poll() is None:
+            end(process.pid)
+            process.wait()
 
 
-def throughtime_on_two(*arguments: str | Path) -> list[str]:
-    return [*torchrun(2), "-m", "throughtime", *map(str, arguments)]
-
-
-def endless(folder: Path, name: str) -> list[str]:
-    """A run of two ranks that is to be ended from outside, with a checkpoint every few updates."""
-    return flags(
-        values(folder, name, "horizon")
-        | {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0}
-    )
-
-
-def updates_in(folder: RunFolder) -> int:
-    return int(load_checkpoint(folder.checkpoint)["done"]["count"])
+def throughtime_on_two(values: dict[str, Any]) -> list[str]:
+    return [*torchrun(2), "-m", "throughtime", *flags(values)]
 
 
 @pytest.fixture
@@ -284,9 +237,9 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -> None:
     one = finish(values(data, "one", "horizon"))
-    words = throughtime_on_two(*flags(values(data, "two", "horizon")))
-    with started(words, data / "two.log") as command:
-        assert command.ended() == 0, command.output
+    words, log = throughtime_on_two(values(data, "two", "horizon")), data / "two.log"
+    with started(words, log) as command:
+        assert command.wait(PATIENCE) == 0, log.read_text()
     two = RunFolder(data / "two")
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
@@ -295,7 +248,7 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
         "of 'valid', the state carried",
         "model, metrics and report.html are in",
     ):
-        assert command.output.count(line) == 1
+        assert log.read_text(encoding="utf-8").count(line) == 1
     assert two.report.is_file()
 
 
@@ -311,20 +264,25 @@ def test_a_rank_that_fails_alone_prints_why_and_ends_all(data: Path) -> None:
     )
     words = [*torchrun(2), str(script), *flags(values(data, "run", "horizon"))]
     with started(words, data / "log") as command:
-        assert command.ended() != 0
-    assert "error: --lr no: Input should be a valid number" in command.output
+        assert command.wait(PATIENCE) != 0
+    assert "error: --lr no: Input should be a valid number" in (data / "log").read_text()
     assert not (data / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
 def test_torchrun_ended_by_a_signal_says_once_how_to_go_on(data: Path) -> None:
-    folder = RunFolder(data / "run")
-    with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
-        stopped.wait_for(lambda: "update " in stopped.output and folder.checkpoint.is_file())
-        stopped.process.send_signal(signal.SIGTERM)
-        stopped.ended()
-    assert stopped.output.count("go on with: throughtime train --resume") == 1
-    assert updates_in(folder) > 0
+    folder, log = RunFolder(data / "run"), data / "stopped.log"
+    more = {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0}
+    with started(throughtime_on_two(values(data, "run", "horizon") | more), log) as stopped:
+        deadline = time.monotonic() + PATIENCE
+        while not ("update " in log.read_text() and folder.checkpoint.is_file()):
+            assert stopped.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stopped.send_signal(signal.SIGTERM)
+        stopped.wait(PATIENCE)
+    assert log.read_text().count("go on with: throughtime train --resume") == 1
+    assert load_checkpoint(folder.checkpoint)["done"]["count"] > 0
 
 
 @pytest.mark.slow
@@ -342,9 +300,10 @@ def test_an_agent_of_torchrun_on_each_of_two_machines(data: Path) -> None:
         started(words, data / "0.log", **common, **own[0]) as first,
         started(words, data / "1.log", **common, **own[1]) as second,
     ):
-        assert (first.ended(), second.ended()) == (0, 0), first.output + second.output
+        assert (first.wait(PATIENCE), second.wait(PATIENCE)) == (0, 0)
     assert apart(one, RunFolder(data / "two")) < 1e-10
-    assert (first.output + second.output).count("2 ranks of 2 lanes") == 1
+    said = (data / "0.log").read_text() + (data / "1.log").read_text()
+    assert said.count("2 ranks of 2 lanes") == 1
 
 
 def test_lanes_that_two_ranks_cannot_share_and_missing_devices_are_refused(

@@ -66,14 +66,3 @@ def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
     assert gaps[0] == pytest.approx(1.0, abs=0.11)
     assert (np.diff(gaps) > -0.11).all()
     assert gaps[-1] == pytest.approx(4.0, abs=0.11)
-
-
-@pytest.mark.parametrize("command", ["eval", "predict", "export", "audit"])
-def test_a_folder_without_a_run_is_called_that_by_every_command(
-    command: str, tmp_path: Path
-) -> None:
-    more = ["--out", str(tmp_path / "net.js")] if command == "export" else []
-    for place_without_run in (tmp_path / "nosuch", tmp_path):
-        complained = run(command, place_without_run, *more, ok=False)
-        assert f"{place_without_run}: no run there" in complained
-        assert "--resume" not in complained

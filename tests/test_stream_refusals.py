@@ -76,10 +76,6 @@ def test_bad_recordings_and_settings_are_refused(
             r"'b' has inputs: \(T, 3\) of float64 numbers, recording 'a': \(T, 2\) of float64",
         ),
         (
-            {"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)},
-            r"'b' has inputs: \(T, 2\) of integer numbers",
-        ),
-        (
             {"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))},
             r"'b' has targets: \(T, 1\) .* 'a': \(T\) of",
         ),
@@ -89,7 +85,7 @@ def test_bad_recordings_and_settings_are_refused(
         ),
         ({"inputs": np.ones((4, 2))}, "'b' has targets: none, recording 'a': "),
     ],
-    ids=["features", "kind", "target shape", "target kind", "no targets"],
+    ids=["features", "target shape", "target kind", "no targets"],
 )
 def test_recordings_with_different_columns_are_refused(second: dict[str, Any], reason: str) -> None:
     first = {"name": "a", "inputs": np.ones((4, 2)), "targets": np.ones(4)}
@@ -173,10 +169,3 @@ def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Pa
             match=r"are inputs and targets of the same step",
         ):
             tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
-
-
-def test_messages_name_a_few_of_very_many_keys() -> None:
-    source = {f"k{i}": 0 for i in range(100_000)}
-    with pytest.raises(DataError, match="99,992 more") as error:
-        tt.Stream(source, lanes=1, chunk=2)
-    assert len(str(error.value)) < 400

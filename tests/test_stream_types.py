@@ -40,12 +40,6 @@ def test_layouts_are_checked_for_every_recording_however_many_have_fitted() -> N
         for _ in range(2):  # what was refused once is refused again
             with pytest.raises(DataError, match="recording '20' has"):
                 list(stream)
-    mixed = [
-        {"inputs": np.full((4, 1), i, dtype)}
-        for i, dtype in enumerate((np.float32, np.float64, np.float32, np.float64))
-    ]
-    chunk = next(iter(tt.Stream(mixed, lanes=1, chunk=16, dtype=torch.float32, seed=None)))
-    assert chunk.inputs.flatten().tolist() == [i for i in range(4) for _ in range(4)]
 
 
 def test_types_that_cannot_be_read_are_refused() -> None:
