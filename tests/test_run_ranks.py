@@ -244,7 +244,7 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
     for line in (
-        "2 ranks of 2 lanes",
+        "cut into 4 parts, one a lane",
         "of 'valid', the state carried",
         "model, metrics and report.html are in",
     ):
@@ -303,7 +303,7 @@ def test_an_agent_of_torchrun_on_each_of_two_machines(data: Path) -> None:
         assert (first.wait(PATIENCE), second.wait(PATIENCE)) == (0, 0)
     assert apart(one, RunFolder(data / "two")) < 1e-10
     said = (data / "0.log").read_text() + (data / "1.log").read_text()
-    assert said.count("2 ranks of 2 lanes") == 1
+    assert said.count("cut into 4 parts, one a lane") == 1
 
 
 def test_lanes_that_two_ranks_cannot_share_and_missing_devices_are_refused(
