@@ -141,20 +141,14 @@ def write_sound(path: Path, values: Array) -> None:
             file.write(values[start : start + 10_000])
 
 
-def write_bdf(path: Path, values: Array) -> None:
-    signals = [
-        edfio.BdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1))
-        for i, name in enumerate("abc")
-    ]
-    edfio.Bdf(signals, data_record_duration=0.01 if len(values) < 1000 else 1).write(path)
-
-
 def write_edf(path: Path, values: Array) -> None:
-    signals = [
-        edfio.EdfSignal(values[:, i], 100, label=name, physical_range=(-1, 1))
-        for i, name in enumerate("aab")
+    bdf = path.suffix == ".bdf"
+    kind: Any = edfio.BdfSignal if bdf else edfio.EdfSignal
+    signals: Any = [
+        kind(values[:, i], 100, label=name, physical_range=(-1, 1)) for i, name in enumerate("aab")
     ]
-    edfio.Edf(signals, data_record_duration=0.01 if len(values) < 1000 else 1).write(path)
+    whole: Any = edfio.Bdf if bdf else edfio.Edf
+    whole(signals, data_record_duration=0.01 if len(values) < 1000 else 1).write(path)
 
 
 def write_wfdb(path: Path, values: Array) -> None:
@@ -185,10 +179,9 @@ class Format(NamedTuple):
         """Write the file; return the values that it stores, rounded as its format rounds."""
         values = matrix() if values is None else values
         self.write(path, values)
-        if self.suffix == ".bdf":
-            return np.stack([signal.data for signal in edfio.read_bdf(path).signals], axis=1)
-        if self.suffix == ".edf":
-            return np.stack([signal.data for signal in edfio.read_edf(path).signals], axis=1)
+        if self.suffix in (".bdf", ".edf"):
+            read = edfio.read_bdf if self.suffix == ".bdf" else edfio.read_edf
+            return np.stack([signal.data for signal in read(path).signals], axis=1)
         return values
 
     def content(self, path: Path) -> Path:
@@ -218,23 +211,13 @@ FORMATS: dict[str, Format] = {
     "wav": Format(".wav", write_sound, 8000),
     "flac": Format(".flac", write_sound, 8000),
     "edf": Format(".edf", write_edf, 100),
-    "bdf": Format(".bdf", write_bdf, 100),
+    "bdf": Format(".bdf", write_edf, 100),
     "wfdb": Format(".hea", write_wfdb, 360),
 }
-CSV = (
-    "csv",
-    "csv-quoted",
-    "csv-without-header",
-)  # a file cut short at the end of a line is a whole file
-
+CSV = "csv", "csv-quoted", "csv-without-header"  # one cut short at the end of a line is whole
 every_format = pytest.mark.parametrize("form", list(FORMATS.values()), ids=list(FORMATS))
 closed_formats = pytest.mark.parametrize(
     "form",
     [f for n, f in FORMATS.items() if n not in CSV],
     ids=[n for n in FORMATS if n not in CSV],
 )
-
-
-def some(*names: str) -> Any:
-    """These formats only."""
-    return pytest.mark.parametrize("form", [FORMATS[name] for name in names], ids=names)

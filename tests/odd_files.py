@@ -51,40 +51,20 @@ class OddFile(NamedTuple):
 Writer = Callable[[Path], Reference]
 
 
-class Register(list[OddFile]):
-    """The cases of a module, in the order of its functions."""
-
-    def common(self, suffix: str, **options: Any) -> Callable[[Writer], Writer]:
-        """Add a file that users expect to be read."""
-        return self._add(suffix, common=True, options=options)
-
-    def odd(self, suffix: str, **options: Any) -> Callable[[Writer], Writer]:
-        """Add a file that may be refused, if the message says what to do."""
-        return self._add(suffix, common=False, options=options)
-
-    def _add(
-        self, suffix: str, *, common: bool, options: Mapping[str, Any]
-    ) -> Callable[[Writer], Writer]:
-        def add(write: Writer) -> Writer:
-            self.append(OddFile(f"{write.__name__}{suffix}", write, common, options))
-            return write
-
-        return add
+def cases(common: Mapping[str, Writer], odd: Mapping[str, Writer]) -> list[OddFile]:
+    """Files that users expect to be read, and files that may be refused in words, by name."""
+    return [
+        OddFile(name, write, known)
+        for files, known in ((common, True), (odd, False))
+        for name, write in files.items()
+    ]
 
 
 def nanoseconds(times: Any) -> list[int | None]:
     """Time stamps of any unit as whole nanoseconds since 1970, exactly; None where one lacks."""
     array = np.asarray(times)
     unit, count = np.datetime_data(array.dtype)
-    factor = {
-        "D": 86_400 * 10**9,
-        "h": 3_600 * 10**9,
-        "m": 60 * 10**9,
-        "s": 10**9,
-        "ms": 10**6,
-        "us": 10**3,
-        "ns": 1,
-    }[unit]
+    factor = int(np.timedelta64(1, unit) / np.timedelta64(1, "ns"))
     whole = array.astype(np.int64).tolist()
     return [
         None if lacks else value * count * factor

@@ -1,6 +1,7 @@
 """Odd but legal Parquet, Arrow and Feather files, and what pyarrow reads in them."""
 
 import datetime as dt
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 
-from odd_files import Reference, Register
+from odd_files import Reference, Writer, cases
 
-TABLES = Register()
 COUNTS = [1, 2, 3, 4, 5]
 VALUES = [0.5, -1.25, 3e8, 0.1, -0.0]
-UTC = dt.UTC
-DAYS = [dt.datetime(2020, 1, day) for day in range(1, 6)]  # noqa: DTZ001
+HALVES = pa.array(np.array([0.1, 1, 2, 3, 65504], np.float16))
+LARGE = pa.array([2**64 - 1, 2**63, 1, 2, 3], pa.uint64())
+LABELS = ["N", "V", "N", None, "A"]
 MOMENTS = [dt.datetime(2020, 1, 1, 10, 0, second) for second in range(5)]  # noqa: DTZ001
+ZONED = [moment.replace(tzinfo=dt.UTC) for moment in MOMENTS]
+DAYS = [dt.date(2020, 1, day) for day in range(1, 6)]
+PRICES = [Decimal("1.50"), Decimal("-2.25"), None, Decimal("0.01"), Decimal("9.90")]
 
 
 def numbers(column: Any) -> list[Any]:
@@ -34,21 +38,12 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, Decimal) else value
 
 
-def reference(table: pa.Table, **others: Any) -> Reference:
-    """The columns u and v as numbers, as far as the table has them; others by keyword."""
-    return Reference({"u": numbers(table["u"]), "v": numbers(table["v"])}, **others)
+Kind = Callable[[pa.Table], Reference]
 
 
-def parquet(path: Path, v: Any, **options: Any) -> pa.Table:
-    """Write the column v between two others, and read it again."""
-    pyarrow.parquet.write_table(pa.table({"u": pa.array(COUNTS), "v": v}), path, **options)
-    return pyarrow.parquet.ParquetFile(path).read()
-
-
-def arrow(path: Path, v: Any, **options: Any) -> pa.Table:
-    """Write the column v beside another as an Arrow file, and read it again."""
-    pyarrow.feather.write_feather(pa.table({"u": pa.array(COUNTS), "v": v}), str(path), **options)
-    return pyarrow.feather.read_table(str(path))
+def values(table: pa.Table) -> Reference:
+    """All columns hold numbers."""
+    return Reference({name: numbers(table[name]) for name in table.column_names})
 
 
 def labelled(table: pa.Table) -> Reference:
@@ -62,315 +57,146 @@ def timed(table: pa.Table) -> Reference:
     return Reference({"u": numbers(table["u"])}, times=times.to_numpy(), refused=["v"])
 
 
-@TABLES.common(".parquet")
-def parquet_plain(path: Path) -> Reference:
-    return reference(parquet(path, pa.array(VALUES)))
+def timed_by_day(table: pa.Table) -> Reference:
+    """The column v holds times of a day in microseconds."""
+    micros = np.array(table["v"].cast(pa.int64()).to_pylist()).astype("datetime64[us]")
+    return Reference({"u": numbers(table["u"])}, times=micros, refused=["v"])
 
 
-@TABLES.common(".parquet")
-def parquet_dictionary(path: Path) -> Reference:
-    return labelled(parquet(path, pa.array(["N", "V", "N", None, "A"]).dictionary_encode()))
-
-
-@TABLES.common(".parquet")
-def parquet_text_in_row_groups(path: Path) -> Reference:
-    return labelled(parquet(path, pa.array(["N", "V", "N", "ä", None]), row_group_size=2))
-
-
-@TABLES.odd(".parquet")
-def parquet_dictionary_of_numbers(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([7, 9, 7, None, 8]).dictionary_encode()))
-
-
-@TABLES.common(".parquet")
-def parquet_decimals(path: Path) -> Reference:
-    values = [Decimal("1.50"), Decimal("-2.25"), None, Decimal("0.01"), Decimal("12345678.90")]
-    return reference(parquet(path, pa.array(values, pa.decimal128(12, 2))))
-
-
-@TABLES.odd(".parquet")
-def parquet_decimals_256(path: Path) -> Reference:
-    values = [Decimal(10**40), Decimal(1), None, Decimal(2), Decimal(3)]
-    return reference(parquet(path, pa.array(values, pa.decimal256(50, 3))))
-
-
-@TABLES.common(".parquet")
-def parquet_nulls_in_integers(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([1, None, 3, None, 5], pa.int32())))
-
-
-@TABLES.odd(".parquet")
-def parquet_nulls_in_large_integers(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([2**53 + 1, None, 3, 4, 5], pa.int64())))
-
-
-@TABLES.odd(".parquet")
-def parquet_large_integers(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([2**53 + 1, 2**53, 2**63 - 1, -(2**63), 0])))
-
-
-@TABLES.odd(".parquet")
-def parquet_uint64(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([2**64 - 1, 2**63, 1, 2, 3], pa.uint64())))
-
-
-@TABLES.common(".parquet")
-def parquet_small_integers(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([-128, 127, 0, 1, 2], pa.int8())))
-
-
-@TABLES.common(".parquet")
-def parquet_booleans(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([True, False, True, True, False])))
-
-
-@TABLES.odd(".parquet")
-def parquet_booleans_with_nulls(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([True, None, True, True, False])))
-
-
-@TABLES.common(".parquet")
-def parquet_nulls_and_nan(path: Path) -> Reference:
-    return reference(parquet(path, pa.array([1.5, None, float("nan"), 4.5, float("inf")])))
-
-
-@TABLES.odd(".parquet")
-def parquet_float16(path: Path) -> Reference:
-    return reference(parquet(path, pa.array(np.array([0.1, 1, 2, 3, 65504], np.float16))))
-
-
-@TABLES.common(".parquet")
-def parquet_float32(path: Path) -> Reference:
-    return reference(parquet(path, pa.array(np.array([0.1, 1e-45, 3.4e38, 1, 2], np.float32))))
-
-
-@TABLES.common(".parquet")
-def parquet_row_groups_of_one_row(path: Path) -> Reference:
-    return reference(parquet(path, pa.array(VALUES), row_group_size=1))
-
-
-@TABLES.common(".parquet")
-def parquet_zstd(path: Path) -> Reference:
-    return reference(parquet(path, pa.array(VALUES), compression="zstd"))
-
-
-@TABLES.common(".parquet")
-def parquet_gzip_pages_2(path: Path) -> Reference:
-    return reference(
-        parquet(path, pa.array(VALUES), compression="gzip", data_page_version="2.0", version="2.6")
-    )
-
-
-@TABLES.odd(".parquet")
-def parquet_byte_stream_split(path: Path) -> Reference:
-    return reference(
-        parquet(path, pa.array(VALUES), use_dictionary=False, use_byte_stream_split=True)
-    )
-
-
-@TABLES.common(".parquet")
-def parquet_times_with_zone(path: Path) -> Reference:
-    moments = [moment.replace(tzinfo=UTC) for moment in MOMENTS]
-    return timed(parquet(path, pa.array(moments, pa.timestamp("us", "Europe/Berlin"))))
-
-
-@TABLES.common(".parquet")
-def parquet_times_in_milliseconds(path: Path) -> Reference:
-    return timed(parquet(path, pa.array(MOMENTS, pa.timestamp("ms"))))
-
-
-@TABLES.odd(".parquet")
-def parquet_times_int96(path: Path) -> Reference:
-    v = pa.array(MOMENTS, pa.timestamp("ns"))
-    return timed(parquet(path, v, use_deprecated_int96_timestamps=True))
-
-
-@TABLES.common(".parquet")
-def parquet_dates(path: Path) -> Reference:
-    return timed(parquet(path, pa.array(DAYS, pa.date32())))
-
-
-@TABLES.odd(".parquet")
-def parquet_times_missing(path: Path) -> Reference:
-    return timed(parquet(path, pa.array([*MOMENTS[:2], None, *MOMENTS[3:]], pa.timestamp("us"))))
-
-
-@TABLES.odd(".parquet")
-def parquet_times_of_day(path: Path) -> Reference:
-    table = parquet(path, pa.array([moment.time() for moment in MOMENTS], pa.time64("us")))
-    micros = np.array(table["v"].cast(pa.int64()).to_pylist())
-    return Reference(
-        {"u": numbers(table["u"])}, times=micros.astype("datetime64[us]"), refused=["v"]
-    )
-
-
-@TABLES.odd(".parquet")
-def parquet_durations(path: Path) -> Reference:
-    table = parquet(path, pa.array(COUNTS, pa.duration("ms")))
+def refused(table: pa.Table) -> Reference:
+    """The column v is no input."""
     return Reference({"u": numbers(table["u"])}, refused=["v"])
 
 
-@TABLES.odd(".parquet")
-def parquet_lists(path: Path) -> Reference:
-    table = parquet(path, pa.array([[1.0], [2.0, 3.0], None, [], [4.0]]))
-    return Reference({"u": numbers(table["u"])}, refused=["v"])
+def table_of(v: Any) -> pa.Table:
+    return pa.table({"u": pa.array(COUNTS), "v": v})
 
 
-@TABLES.odd(".parquet")
-def parquet_lists_of_fixed_size(path: Path) -> Reference:
-    table = parquet(path, pa.array([[i, i + 0.5] for i in range(5)], pa.list_(pa.float64(), 2)))
-    return reference(table)
+def parquet(content: Any, kind: Kind = values, **options: Any) -> Writer:
+    """A table, or the column v beside another, by pyarrow."""
+
+    def write(path: Path) -> Reference:
+        table = content if isinstance(content, pa.Table) else table_of(content)
+        pyarrow.parquet.write_table(table, path, **options)
+        return kind(pyarrow.parquet.ParquetFile(path).read())
+
+    return write
 
 
-@TABLES.odd(".parquet")
-def parquet_structs(path: Path) -> Reference:
-    table = parquet(path, pa.array([{"a": 1, "b": 2.5}] * 5))
-    return Reference({"u": numbers(table["u"])}, refused=["v"])
+def arrow(v: Any, kind: Kind = values, **options: Any) -> Writer:
+    def write(path: Path) -> Reference:
+        pyarrow.feather.write_feather(table_of(v), str(path), **options)
+        return kind(pyarrow.feather.read_table(str(path)))
+
+    return write
 
 
-@TABLES.odd(".parquet")
-def parquet_bytes(path: Path) -> Reference:
-    table = parquet(path, pa.array([b"1", b"2", b"\xff", b"", None]))
-    return Reference({"u": numbers(table["u"])}, refused=["v"])
+def batches(*tables: pa.Table, kind: Kind = values) -> Writer:
+    """An Arrow file of these batches, one of which may be empty."""
+
+    def write(path: Path) -> Reference:
+        with pa.ipc.new_file(path, tables[0].schema) as writer:
+            for part in tables:
+                for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], part.schema)]:
+                    writer.write_batch(batch)
+        return kind(pa.ipc.open_file(path).read_all())
+
+    return write
 
 
-@TABLES.odd(".parquet")
-def parquet_nulls_alone(path: Path) -> Reference:
-    return reference(parquet(path, pa.nulls(5)))
-
-
-@TABLES.common(".parquet")
-def parquet_of_pandas(path: Path) -> Reference:
-    frame = pd.DataFrame({"u": COUNTS, "v": VALUES}, index=range(10, 15))
-    frame.to_parquet(path)
-    frame = pd.read_parquet(path)
-    return Reference({str(name): column.tolist() for name, column in frame.items()})
-
-
-@TABLES.common(".parquet")
-def parquet_of_pandas_by_time(path: Path) -> Reference:
-    pd.DataFrame({"u": COUNTS, "v": VALUES}, index=pd.DatetimeIndex(MOMENTS)).to_parquet(path)
-    frame = pd.read_parquet(path)
-    return Reference(
-        {str(name): column.tolist() for name, column in frame.items()}, times=frame.index.to_numpy()
-    )
-
-
-@TABLES.odd(".parquet")
-def parquet_of_pandas_filtered(path: Path) -> Reference:
-    frame = pd.DataFrame({"u": COUNTS, "v": VALUES})
-    frame[frame["v"] > 0].to_parquet(path)
-    frame = pd.read_parquet(path)
-    return Reference({str(name): column.tolist() for name, column in frame.items()})
-
-
-@TABLES.common(".parquet")
-def parquet_names_not_ascii(path: Path) -> Reference:
-    pyarrow.parquet.write_table(pa.table({"Größe 1": COUNTS, "温.度": VALUES}), path)
-    table = pyarrow.parquet.ParquetFile(path).read()
-    return Reference({name: numbers(table[name]) for name in table.column_names})
-
-
-@TABLES.common(".parquet")
-def parquet_columns_400(path: Path) -> Reference:
-    columns = {f"c{i}": [float(i + step) for step in range(3)] for i in range(400)}
-    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=2)
-    table = pyarrow.parquet.ParquetFile(path).read()
-    return Reference({name: numbers(table[name]) for name in table.column_names})
-
-
-@TABLES.common(".feather")
-def feather_lz4(path: Path) -> Reference:
-    return reference(arrow(path, pa.array(VALUES), compression="lz4"))
-
-
-@TABLES.common(".arrow")
-def arrow_uncompressed(path: Path) -> Reference:
-    return reference(arrow(path, pa.array(VALUES), compression="uncompressed"))
-
-
-@TABLES.common(".arrow")
-def arrow_batches_of_two(path: Path) -> Reference:
-    return reference(arrow(path, pa.array([1.5, None, 2.5, None, 3.5]), chunksize=2))
-
-
-@TABLES.common(".arrow")
-def arrow_dictionary(path: Path) -> Reference:
-    return labelled(arrow(path, pa.array(["N", "V", "N", None, "A"]).dictionary_encode()))
-
-
-@TABLES.odd(".arrow")
-def arrow_dictionaries_that_differ(path: Path) -> Reference:
-    chunks = [pa.array(["N", "V"]).dictionary_encode(), pa.array(["V", "A"]).dictionary_encode()]
-    table = pa.table({"u": pa.chunked_array([[1, 2], [3, 4]]), "v": pa.chunked_array(chunks)})
-    table = table.unify_dictionaries()
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-    return labelled(pa.ipc.open_file(path).read_all())
-
-
-@TABLES.odd(".arrow")
 def arrow_stream(path: Path) -> Reference:
-    table = pa.table({"u": COUNTS, "v": VALUES})
+    table = table_of(VALUES)
     with pa.ipc.new_stream(path, table.schema) as writer:
         writer.write_table(table)
-    return reference(pa.ipc.open_stream(path).read_all())
+    return values(pa.ipc.open_stream(path).read_all())
 
 
-@TABLES.odd(".arrow")
-def arrow_empty_batches(path: Path) -> Reference:
-    table = pa.table({"u": COUNTS, "v": VALUES})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        for part in (table[:0], table[:2], table[2:2], table[2:]):
-            for batch in part.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]:
-                writer.write_batch(batch)
-    return reference(pa.ipc.open_file(path).read_all())
+def pandas(frame: pd.DataFrame, times: Any = None) -> Writer:
+    def write(path: Path) -> Reference:
+        frame.to_parquet(path)
+        columns = pd.read_parquet(path).items()
+        return Reference({str(name): column.tolist() for name, column in columns}, times=times)
+
+    return write
 
 
-@TABLES.common(".arrow")
-def arrow_large_text(path: Path) -> Reference:
-    return labelled(arrow(path, pa.array(["N", "V", "N", None, "A"], pa.large_string())))
+FRAME = pd.DataFrame({"u": COUNTS, "v": VALUES})
+PLAIN = table_of(VALUES)
+WIDE = pa.table({f"c{i}": [float(i + step) for step in range(3)] for i in range(400)})
+DIFFERENT = [pa.array(words).dictionary_encode() for words in (["N", "V"], ["V", "A"])]
+DICTIONARIES = pa.table({"u": [1, 2, 3, 4], "v": pa.chunked_array(DIFFERENT)}).unify_dictionaries()
+RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), pa.array([1.5, 2.5]))
 
-
-@TABLES.odd(".arrow")
-def arrow_text_views(path: Path) -> Reference:
-    table = pa.table({"u": COUNTS, "v": pa.array(["N", "V", "N", None, "A"], pa.string_view())})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-    return labelled(pa.ipc.open_file(path).read_all())
-
-
-@TABLES.odd(".arrow")
-def arrow_runs(path: Path) -> Reference:
-    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), pa.array([1.5, 2.5]))
-    table = pa.table({"u": COUNTS, "v": runs})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-    return reference(pa.ipc.open_file(path).read_all())
-
-
-@TABLES.common(".arrow")
-def arrow_times_in_seconds(path: Path) -> Reference:
-    return timed(arrow(path, pa.array(MOMENTS, pa.timestamp("s"))))
-
-
-@TABLES.odd(".arrow")
-def arrow_times_in_nanoseconds_with_zone(path: Path) -> Reference:
-    moments = [moment.replace(tzinfo=UTC) for moment in MOMENTS]
-    return timed(arrow(path, pa.array(moments, pa.timestamp("ns", "+05:30"))))
-
-
-@TABLES.odd(".arrow")
-def arrow_float16(path: Path) -> Reference:
-    return reference(arrow(path, pa.array(np.array([0.1, 1, 2, 3, 65504], np.float16))))
-
-
-@TABLES.odd(".arrow")
-def arrow_uint64(path: Path) -> Reference:
-    return reference(arrow(path, pa.array([2**64 - 1, 2**63, 1, 2, 3], pa.uint64())))
-
-
-@TABLES.odd(".arrow")
-def arrow_decimals_32(path: Path) -> Reference:
-    values = [Decimal("1.50"), Decimal("-2.25"), None, Decimal("0.01"), Decimal("9.90")]
-    return reference(arrow(path, pa.array(values, pa.decimal32(5, 2))))
+COMMON: dict[str, Writer] = {
+    "parquet_dictionary.parquet": parquet(pa.array(LABELS).dictionary_encode(), labelled),
+    "parquet_text_in_row_groups.parquet": parquet(
+        pa.array(["N", "V", "N", "ä", None]), labelled, row_group_size=2
+    ),
+    "parquet_decimals.parquet": parquet(pa.array(PRICES, pa.decimal128(12, 2))),
+    "parquet_nulls_in_integers.parquet": parquet(pa.array([1, None, 3, None, 5], pa.int32())),
+    "parquet_small_integers.parquet": parquet(pa.array([-128, 127, 0, 1, 2], pa.int8())),
+    "parquet_booleans.parquet": parquet(pa.array([True, False, True, True, False])),
+    "parquet_nulls_and_nan.parquet": parquet(pa.array([1.5, None, np.nan, 4.5, np.inf])),
+    "parquet_float32.parquet": parquet(pa.array(np.array([0.1, 1e-45, 3.4e38, 1, 2], np.float32))),
+    "parquet_row_groups_of_one_row.parquet": parquet(VALUES, row_group_size=1),
+    "parquet_times_with_zone.parquet": parquet(
+        pa.array(ZONED, pa.timestamp("us", "Europe/Berlin")), timed
+    ),
+    "parquet_times_in_milliseconds.parquet": parquet(pa.array(MOMENTS, pa.timestamp("ms")), timed),
+    "parquet_dates.parquet": parquet(pa.array(DAYS), timed),
+    "parquet_of_pandas.parquet": pandas(FRAME.set_axis(range(10, 15))),
+    "parquet_of_pandas_by_time.parquet": pandas(
+        FRAME.set_axis(pd.DatetimeIndex(MOMENTS)), np.array(MOMENTS, "M8[us]")
+    ),
+    "parquet_names_not_ascii.parquet": parquet(pa.table({"Größe 1": COUNTS, "温.度": VALUES})),
+    "parquet_columns_400.parquet": parquet(WIDE, row_group_size=2),
+    "feather_lz4.feather": arrow(VALUES, compression="lz4"),
+    "arrow_uncompressed.arrow": arrow(VALUES, compression="uncompressed"),
+    "arrow_batches_of_two.arrow": arrow(pa.array([1.5, None, 2.5, None, 3.5]), chunksize=2),
+    "arrow_dictionary.arrow": arrow(pa.array(LABELS).dictionary_encode(), labelled),
+    "arrow_large_text.arrow": arrow(pa.array(LABELS, pa.large_string()), labelled),
+    "arrow_times_in_seconds.arrow": arrow(pa.array(MOMENTS, pa.timestamp("s")), timed),
+}
+ODD: dict[str, Writer] = {
+    "parquet_dictionary_of_numbers.parquet": parquet(
+        pa.array([7, 9, 7, None, 8]).dictionary_encode()
+    ),
+    "parquet_decimals_256.parquet": parquet(
+        pa.array([Decimal(10**40), *PRICES[1:]], pa.decimal256(50, 3))
+    ),
+    "parquet_nulls_in_large_integers.parquet": parquet(pa.array([2**53 + 1, None, 3, 4, 5])),
+    "parquet_large_integers.parquet": parquet(pa.array([2**53 + 1, 2**53, 2**63 - 1, -(2**63), 0])),
+    "parquet_uint64.parquet": parquet(LARGE),
+    "parquet_booleans_with_nulls.parquet": parquet(pa.array([True, None, True, True, False])),
+    "parquet_float16.parquet": parquet(HALVES),
+    "parquet_times_int96.parquet": parquet(
+        pa.array(MOMENTS, pa.timestamp("ns")), timed, use_deprecated_int96_timestamps=True
+    ),
+    "parquet_times_missing.parquet": parquet(
+        pa.array([*MOMENTS[:2], None, *MOMENTS[3:]], pa.timestamp("us")), timed
+    ),
+    "parquet_times_of_day.parquet": parquet(
+        pa.array([moment.time() for moment in MOMENTS], pa.time64("us")), timed_by_day
+    ),
+    "parquet_durations.parquet": parquet(pa.array(COUNTS, pa.duration("ms")), refused),
+    "parquet_lists.parquet": parquet(pa.array([[1.0], [2.0, 3.0], None, [], [4.0]]), refused),
+    "parquet_lists_of_fixed_size.parquet": parquet(
+        pa.array([[i, i + 0.5] for i in range(5)], pa.list_(pa.float64(), 2))
+    ),
+    "parquet_structs.parquet": parquet(pa.array([{"a": 1, "b": 2.5}] * 5), refused),
+    "parquet_bytes.parquet": parquet(pa.array([b"1", b"2", b"\xff", b"", None]), refused),
+    "parquet_nulls_alone.parquet": parquet(pa.nulls(5)),
+    "parquet_of_pandas_filtered.parquet": pandas(FRAME.query("v > 0")),
+    "arrow_dictionaries_that_differ.arrow": batches(DICTIONARIES, kind=labelled),
+    "arrow_stream.arrow": arrow_stream,
+    "arrow_empty_batches.arrow": batches(PLAIN[:0], PLAIN[:2], PLAIN[2:2], PLAIN[2:]),
+    "arrow_text_views.arrow": batches(table_of(pa.array(LABELS, pa.string_view())), kind=labelled),
+    "arrow_runs.arrow": batches(table_of(RUNS)),
+    "arrow_times_in_nanoseconds_with_zone.arrow": arrow(
+        pa.array(ZONED, pa.timestamp("ns", "+05:30")), timed
+    ),
+    "arrow_float16.arrow": arrow(HALVES),
+    "arrow_uint64.arrow": arrow(LARGE),
+    "arrow_decimals_32.arrow": arrow(pa.array(PRICES, pa.decimal32(5, 2))),
+}
+TABLES = cases(COMMON, ODD)

@@ -141,15 +141,18 @@ def elsewhere(
     started afterwards.
     """
     with tempfile.TemporaryDirectory() as name:
-        output, errors = Path(name) / "said", Path(name) / "complained"
-        child = _server().Process(
-            target=_script, args=(script, list(map(str, arguments)), output, errors, more)
-        )
-        child.start()
+        child = begun(script, Path(name), *arguments, **more)
         _joined([child], patience)
-        return Ended(
-            child.exitcode, output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8")
-        )
+        texts = [(Path(name) / file).read_text(encoding="utf-8") for file in ("said", "complained")]
+        return Ended(child.exitcode, *texts)
+
+
+def begun(script: str, outputs: Path, *arguments: str | Path, **more: str) -> BaseProcess:
+    """The same while it runs; it writes to the files `said` and `complained` of a folder."""
+    words, files = list(map(str, arguments)), (outputs / "said", outputs / "complained")
+    child: BaseProcess = _server().Process(target=_script, args=(script, words, *files, more))
+    child.start()
+    return child
 
 
 def _server() -> Any:

@@ -4,7 +4,7 @@ import csv
 import io
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,6 @@ import throughtime as tt
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import is_number
-from throughtime.stream.manifest import find_recordings
 
 
 def written(path: Path, text: str | bytes) -> Path:
@@ -98,43 +97,6 @@ def test_what_is_a_number() -> None:
     assert not any(map(is_number, ["", "N", "1_000", "0x10", "1,5", "1 2", "nan(1)", "٣"]))
 
 
-@given(
-    rows=st.lists(
-        st.tuples(st.floats(-1e6, 1e6), st.floats(-1, 1), st.integers(0, 9)),
-        min_size=1,
-        max_size=20,
-    ),
-    separator=st.sampled_from([",", ";", "\t", "|"]),
-    comma=st.booleans(),
-    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]),
-    end=st.sampled_from(["\n", "\r\n"]),
-    header=st.booleans(),
-)
-def test_numbers_are_the_same_in_every_dialect(
-    rows: list[tuple[float, float, int]],
-    separator: str,
-    comma: bool,
-    quoting: Literal[0, 1, 2],
-    end: str,
-    header: bool,
-) -> None:
-    from tempfile import TemporaryDirectory
-
-    decimal = "," if comma and separator != "," else "."
-    file = io.StringIO()
-    writer = csv.writer(file, delimiter=separator, lineterminator=end, quoting=quoting)
-    if header:
-        writer.writerow(["Time [s]", "a b", "c"])
-    for x, y, n in rows:
-        texts = [f"{x:.4f}".replace(".", decimal), f"{y:.2f}".replace(".", decimal), str(n)]
-        writer.writerow(texts)
-    with TemporaryDirectory() as folder:
-        table = open_table(written(Path(folder) / "r.csv", file.getvalue()))
-        assert table.columns == (("Time [s]", "a b", "c") if header else ("0", "1", "2"))
-        expected = [(float(f"{x:.4f}"), float(f"{y:.2f}"), n) for x, y, n in rows]
-        np.testing.assert_array_equal(table.read(0, len(rows), table.columns), expected)
-
-
 def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
     tmp_path: Path,
 ) -> None:
@@ -145,65 +107,18 @@ def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
     assert open_table(written(tmp_path / "d.csv", decimals)).read(8, 9, ["1"]).item() == 2.8
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_a_separator_within_quotes_is_no_separator(separator: str, tmp_path: Path) -> None:
-    text = f'"n;ame,|"{separator}x\n"a;b, c|"{separator}1\n"d"{separator}2\n'
-    table = open_table(written(tmp_path / "r.csv", text))
-    assert table.columns == ("n;ame,|", "x")
-    assert table.read(0, 2, ["n;ame,|"])[:, 0].tolist() == ["a;b, c|", "d"]
-    assert table.read(0, 2, ["x"])[:, 0].tolist() == [1, 2]
-
-
-FIRST: dict[str, tuple[str, tuple[str, ...]]] = {  # a text, and its columns
-    "numbers": ("1,2.5,-3e1\n4,5,6\n", ("0", "1", "2")),
-    "a missing one": ("1.5,,NA\n2,3,4\n", ("0", "1", "2")),
-    "times": ("2020-01-01;1,5\n2020-01-02;2,5\n", ("0", "1")),
-    "a time": ("2020-01-01 10:00\n2020-01-01 10:01\n", ("0",)),
-    "a name among numbers": ("1,b\n4,5\n", ("1", "b")),
-    "words": ("name\nJohn Smith\nAnna Lee\n", ("name",)),
-    "words in the name": ("heart rate\n60\n70\n", ("heart rate",)),
-}
-
-
-@pytest.mark.parametrize(("text", "names"), FIRST.values(), ids=FIRST)
-def test_a_first_line_of_values_is_no_header(
-    text: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
-    table = open_table(written(tmp_path / "r.csv", text))
-    assert table.columns == names
-    assert len(table) == text.count("\n") - (names[0] != "0")
-
-
 REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in malformed_files.py
     "the columns that pandas counts": ("0,1,2\n3,4,5\n", "'2'\\], expected distinct column names"),
-    "years over decimals": ("2019,2020\n1.5,-2.5\n", "'2020'\\], expected distinct column names"),
-    "dates over numbers": ("2020-01-01,2020-01-02\n1,2\n", "expected distinct column names"),
-    "names or values": (
-        "N,1,2\nV,2,3\n",
-        "the first line is \\['N', '1', '2'\\], expected distinct",
-    ),
-    "no name": ("a,,b\n1,2,3\n", "expected distinct column names"),
     "an index": (",5\n7,1\n", r"an index of pandas has no name: to_csv\(path, index=False\)"),
-    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, as UTF-16"),
     "windows-1252": (
         "Größe;x\n1;2\n".encode("cp1252"),
         "line 1 is no UTF-8; is it WINDOWS-1252, .* Save it as UTF-8",
-    ),
-    "late short line": (
-        b"a,b\n" + b"1,2\n" * 300_000 + b"1\n",
-        "line 300002 has 1 fields, the first one 2; mend it, or read it with pandas",
-    ),
-    "open quote": (
-        b'a,b\n1,2\n1,"2\n3,4\n',
-        "line 3: unexpected end of data; is a quote open",
     ),
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names"),
     "a comment": (
         "# V\na;b\n1;2\n3;4\n5;6\n",
         "line 2 has 2 fields, the first one 1; delete lines",
     ),
-    "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the first one 1"),
-    "empty": (b"", "the file is empty"),
 }
 
 
@@ -218,10 +133,7 @@ def test_what_is_no_table_is_refused_with_what_to_do(
 
 FAULTS: dict[str, tuple[str, str]] = {  # a text, and the reason
     "a quoted line": ('x,t\n1,"two\nlines"\n\n\n2,a\nb,b\n', "line 7, column 'x' holds 'b'"),
-    "two decimal marks": ("a;b\n2,5;1\n1.5;2\n", "line 2, .* a decimal comma"),
-    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "line 2, column 'a'.* thousands"),
     "quoted comma": ('a,b\n"1,5",2\n', r"a decimal comma: --decimal ,"),
-    "merged labels": ("a,b\n9007199254740993,2\n", "float64"),
     "late digits": ("a,b\n" + "1,2\n" * 300_000 + "9007199254740993,2\n", "line 300002, .* merge"),
 }
 
@@ -248,14 +160,14 @@ def test_a_column_of_two_kinds_that_nobody_reads_is_no_fault(tmp_path: Path) -> 
 
 def test_what_a_column_holds_shows_in_its_first_rows(tmp_path: Path) -> None:
     """Labels later than that, and another order of dates, are refused by their line."""
-    lines = [f"{i},,3/9/2020 10:00,1" for i in range(80_000)]
+    lines = [f"{i},,3/9/2020 10:00,1" for i in range(66_000)]
     lines += ["7,2.5,3/13/2020 10:00,+2", "8,,3/14/2020 10:00,3"]
     whole = "\n".join(["n,late,date,x", *lines])
     clear = whole.replace("3/9", "3/19")
     table = open_table(written(tmp_path / "r.csv", clear))
-    assert table.read(80_000, 80_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
-    np.testing.assert_array_equal(table.read(79_999, 80_001, ["late"])[:, 0], [np.nan, 2.5])
-    with pytest.raises(DataError, match=r"line 80003, column 'late' holds 'beat', .*as above it"):
+    assert table.read(66_000, 66_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
+    np.testing.assert_array_equal(table.read(65_999, 66_001, ["late"])[:, 0], [np.nan, 2.5])
+    with pytest.raises(DataError, match=r"line 66003, column 'late' holds 'beat', .*as above it"):
         open_table(written(tmp_path / "r.csv", clear.replace("\n8,,3/14", "\n8,beat,3/14"))).read(
             0, 1, ["late"]
         )
@@ -263,14 +175,7 @@ def test_what_a_column_holds_shows_in_its_first_rows(tmp_path: Path) -> None:
         open_table(written(tmp_path / "r.csv", whole)).read(0, 1, ["date"])
 
 
-def test_a_column_of_labels_stays_text_where_labels_look_like_numbers(tmp_path: Path) -> None:
-    table = open_table(written(tmp_path / "r.csv", "x,label\n1,\n2,N\n3,1\n"))
-    assert table.read(0, 3, ["label"])[:, 0].tolist() == ["", "N", "1"]
-    assert table.read(0, 3, ["x"]).dtype == np.float64
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("block", [4, 2**20])
+@pytest.mark.parametrize(("block", "end"), [(4, "\n"), (2**20, "\r\n")])
 def test_blank_lines_are_values_of_a_single_column_only(
     end: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,13 +223,6 @@ def test_whole_numbers_are_refused_where_float64_merges_them(quote: str, tmp_pat
         open_table(path).read(0, 3, ["t"])
 
 
-def test_a_manifest_is_text(tmp_path: Path) -> None:
-    for name in ("a.csv", "b.csv"):
-        written(tmp_path / name, "x\n1\n")
-    path = written(tmp_path / "r.csv", "id;inputs\n001;a.csv\n\n1;b.csv\n")
-    assert [entry.name for entry in find_recordings(path)] == ["001", "1"]
-
-
 @pytest.mark.parametrize("text", ["a\n1\n2,5\n3\n", "1\n2\n3,4\n", "a\nx\ny, z\nw\n"])
 def test_a_comma_in_a_single_column_is_a_long_line(text: str, tmp_path: Path) -> None:
     """`2,5` was read as 2.5, since no delimiter was detected."""
@@ -333,8 +231,7 @@ def test_a_comma_in_a_single_column_is_a_long_line(text: str, tmp_path: Path) ->
         open_table(tmp_path / "r.csv")
 
 
-@pytest.mark.parametrize("blank", [0, 1, 4])
-@pytest.mark.parametrize("header", ["", "a\n"])
+@pytest.mark.parametrize(("blank", "header"), [(1, ""), (4, "a\n")])
 def test_blank_lines_before_a_single_column_are_no_values(
     blank: int, header: str, tmp_path: Path
 ) -> None:
@@ -351,22 +248,13 @@ def test_a_decimal_comma_in_a_single_column_separates_no_fields(text: str, tmp_p
     assert table.read(0, 9, table.columns).tolist() == [[1.5], [2.5]]
 
 
-@pytest.mark.parametrize(
-    ("frame", "names"),
-    [
-        (pd.DataFrame({"u": [1.5, 2.5], "v": [3, 4]}), ("u", "v")),
-        (pd.DataFrame([[1.5, 3], [2.5, 4]]), ("0", "1")),
-        (pd.DataFrame([[1.5, 3], [2.5, 4]], columns=[2019, 2020]), ("2019", "2020")),
-    ],
-    ids=["names", "numbers", "years"],
-)
-def test_an_index_without_a_name_is_no_column(
-    frame: pd.DataFrame, names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_an_index_without_a_name_is_no_column(tmp_path: Path) -> None:
+    for names in (["u", "v"], [0, 1], [2019, 2020]):
+        frame = pd.DataFrame([[1.5, 3], [2.5, 4]], columns=names)
+        frame.to_csv(tmp_path / "x.csv")
+        table = open_table(tmp_path / "x.csv")
+        assert table.columns == tuple(map(str, names))
+        assert np.array_equal(table.read(0, 2, table.columns), [[1.5, 3], [2.5, 4]])
+    frame = pd.DataFrame({"u": [1.0, 2]}, index=pd.date_range("2020-01-01", periods=2))
     frame.to_csv(tmp_path / "x.csv")
-    table = open_table(tmp_path / "x.csv")
-    assert table.columns == names
-    assert np.array_equal(table.read(0, 2, names), [[1.5, 3], [2.5, 4]])
-    frame.index = pd.date_range("2020-01-01", periods=2)
-    frame.rename(columns=str).add_prefix("c").to_csv(tmp_path / "x.csv")
-    assert tt.recording(tmp_path / "x.csv").read(0, 2).inputs.shape == (2, 2)
+    assert tt.recording(tmp_path / "x.csv").read(0, 2).inputs.shape == (2, 1)

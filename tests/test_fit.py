@@ -95,20 +95,14 @@ def test_the_weights_are_those_of_the_plain_loop() -> None:
                 break
     assert result.count == 40
     torch.testing.assert_close(net.state_dict(), mine.state_dict(), rtol=0, atol=0)
-    torch.manual_seed(5)
-    other = make_net()
-    run(other, keep="last", updates=39)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(net.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("schedule", Schedules)
-@pytest.mark.parametrize("at", [5, 16, 31])
+@pytest.mark.parametrize(("schedule", "at"), [("none", 5), ("step", 16), ("plateau", 31)])
 def test_stopped_anywhere_the_same_call_goes_on_to_the_same_bits(
     tmp_path: Path, schedule: str, at: int
 ) -> None:
     torch.manual_seed(5)
-    whole, result = make_net(), None
+    whole = make_net()
     result = run(whole, schedule, out=tmp_path / "whole")
     torch.manual_seed(5)
     with pytest.raises(KeyboardInterrupt, match=f"stopped at update {at}"):
@@ -136,6 +130,10 @@ def test_a_finished_training_gives_its_weights_and_trains_on_to_a_later_end(tmp_
     assert not lines
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+    model = (tmp_path / "model.safetensors").read_bytes()
+    again = run(make_net(), out=tmp_path, valid=None)
+    assert (again.best, again.score) == (result.best, result.score)
+    assert (tmp_path / "model.safetensors").read_bytes() == model
     assert run(longer, out=tmp_path, updates=60, keep="last").count == 60
     torch.manual_seed(5)
     run(whole, updates=60, keep="last")
@@ -221,8 +219,6 @@ def test_parts_of_another_kind_are_refused_before_the_first_update(
         "optimizer": tt.optim.Adam(net.parameters()),
         "updates": 4,
     }
-    if isinstance(part.get("optimizer"), type):
-        part = {"optimizer": part["optimizer"](net.parameters())}
     with pytest.raises(ConfigError, match=said):
         tt.fit(net, loss_fn=nn.MSELoss(), **choices | part)
 
@@ -244,11 +240,3 @@ def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Pa
         with pytest.raises(error):
             run(net, out=tmp_path, **more)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_a_finished_run_keeps_its_best_weights_without_valid(tmp_path: Path) -> None:
-    first = run(make_net(), out=tmp_path)
-    model = (tmp_path / "model.safetensors").read_bytes()
-    again = run(make_net(), out=tmp_path, valid=None)
-    assert (again.best, again.score) == (first.best, first.score)
-    assert (tmp_path / "model.safetensors").read_bytes() == model

@@ -30,15 +30,12 @@ def names_of(folder: Path) -> list[tuple[str, str]]:
     return [(entry.name, entry.split) for entry in find_recordings(folder)]
 
 
-def test_files_of_all_sub_folders_are_recordings_named_by_their_paths(tmp_path: Path) -> None:
-    folder = make(tmp_path / "d", "b.csv", "a/2.csv", "a/1.csv", "a/deep/er/1.csv", "c/1.csv")
-    assert names_of(folder) == [
-        (name, "") for name in ("a/1.csv", "a/2.csv", "a/deep/er/1.csv", "b.csv", "c/1.csv")
-    ]
-
-
 @pytest.mark.parametrize("valid", ["val", "Validation"])
-def test_sub_folders_called_like_splits_are_splits(valid: str, tmp_path: Path) -> None:
+def test_files_of_all_sub_folders_are_recordings_and_some_are_splits(
+    valid: str, tmp_path: Path
+) -> None:
+    folder = make(tmp_path / "p", "b.csv", "a/2.csv", "a/deep/er/1.csv")
+    assert names_of(folder) == [("a/2.csv", ""), ("a/deep/er/1.csv", ""), ("b.csv", "")]
     folder = make(tmp_path / "d", "train/x/1.csv", "train/2.csv", f"{valid}/1.csv", "test/1.csv")
     assert sorted(names_of(folder)) == sorted(
         [
@@ -144,14 +141,6 @@ def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_pat
     ):
         dataset(tmp_path)
     assert len(dataset(tmp_path, exclude=["datetime"]).train) == 4
-
-
-def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
-    path = anomaly_files(tmp_path / "a") / "valve1" / "0.csv"
-    first, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([first, ";A;l/min;;", *lines]))
-    with pytest.raises(DataError, match=r"'Current' .*'A'.*, expected .* line .* of units"):
-        dataset(path)
 
 
 def reading(data: Dataset) -> Run:

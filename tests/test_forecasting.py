@@ -119,12 +119,3 @@ def test_a_mapping_shifts_its_targets(form: str) -> None:
     if form != "array":
         with pytest.raises(DataError, match="target"):
             tt.recording(data, targets="y", inputs="y", ahead=0)
-
-
-def test_times_that_nanoseconds_lack_are_refused() -> None:
-    """A year 9999 for "never"; without the column the recording is read."""
-    never = np.array(["2020-01-01", "9999-12-31"], "M8[s]")
-    frame = pd.DataFrame({"until": never, "y": [1.0, 2.0]})
-    with pytest.raises(DataError, match=r"'until': holds the time 9999.* exclude the column"):
-        tt.recording(frame, inputs="y")
-    assert tt.recording(frame, exclude="until").read(0, 2).inputs[:, 0].tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Real files of every format: lazy, exact reads; truncated and malformed files are refused."""
+"""Real files of every format: lazy, exact reads; truncated files are refused."""
 
 import os
 import pickle
@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import throughtime as tt
 from format_files import FORMATS, STEPS, Format, closed_formats, every_format
@@ -45,16 +43,11 @@ def test_any_rows_and_columns_are_those_of_the_whole(form: Format, tmp_path: Pat
     table = open_table(tmp_path / f"r{form.suffix}")
     assert (table.read(0, len(table), table.columns) == expected).all()
 
-    @given(start=st.integers(0, STEPS + 5), steps=st.integers(0, STEPS), backwards=st.booleans())
-    def check(start: int, steps: int, backwards: bool) -> None:
-        names = table.columns[::-1] if backwards else table.columns[:1]
-        part = table.read(start, start + steps, names)
-        of_column = {name: table.read(0, STEPS, [name]) for name in names}
-        assert np.array_equal(
-            part, np.concatenate([of_column[name] for name in names], axis=1)[start : start + steps]
-        )
-
-    check()
+    columns = {name: table.read(0, STEPS, [name]) for name in table.columns}
+    for start, stop in ((0, 1), (17, 61), (STEPS - 1, STEPS + 5), (STEPS + 5, STEPS + 9), (8, 8)):
+        for names in (table.columns[::-1], table.columns[:1]):
+            wanted = np.concatenate([columns[name] for name in names], axis=1)[start:stop]
+            assert np.array_equal(table.read(start, stop, names), wanted)
     assert sum(table.read(0, 1, [name]).shape[1] for name in table.columns) == 3
     with pytest.raises(DataError, match=r"rows -5 to 3 asked for"):
         table.read(-5, 3, table.columns)
@@ -119,170 +112,69 @@ def test_file_that_changes_while_it_is_read_is_refused(form: Format, tmp_path: P
         table.read(0, 50, table.columns)
 
 
-@pytest.mark.parametrize("files", [0.0, 0.003, 0.1, 0.5, 0.9, 0.999])
 @closed_formats
-def test_file_cut_short_is_refused_by_name(files: float, form: Format, tmp_path: Path) -> None:
+def test_file_cut_short_is_refused_by_name(form: Format, tmp_path: Path) -> None:
     path = tmp_path / f"r{form.suffix}"
     form.make(path)
     content = form.content(path)
     whole = content.read_bytes()
     list(tt.Stream(path, lanes=1, chunk=50))  # whole it serves
-    content.write_bytes(whole[: int(len(whole) * files)])
-    with pytest.raises(DataError, match=re.escape(str(path))):
-        list(tt.Stream(path, lanes=1, chunk=50))
+    for share in (0.0, 0.003, 0.1, 0.5, 0.9, 0.999):
+        content.write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(DataError, match=re.escape(str(path))):
+            list(tt.Stream(path, lanes=1, chunk=50))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"hello", b"\x89HDF\r\n\x1a\n", b"CDF\x01", b"ARROW1", b"OggS" + bytes(30), bytes(300)],
-)
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_file_of_another_kind_is_refused_by_name(
-    suffix: str, content: bytes, tmp_path: Path
-) -> None:
+def test_file_of_another_kind_or_none_is_refused_by_name(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"r{suffix}"
+    with pytest.raises(DataError, match=rf"r{suffix}: no such (file|folder)"):
+        open_table(path)
     if suffix == ".zarr":
         path.mkdir()
-        (path / "zarr.json").write_bytes(content)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(str(path))):
-        list(tt.Stream(path, lanes=1, chunk=5))
+    kinds = (
+        b"",
+        b"hello",
+        b"\x89HDF\r\n\x1a\n",
+        b"CDF\x01",
+        b"ARROW1",
+        b"OggS" + bytes(30),
+        bytes(300),
+    )
+    for content in kinds:
+        (path / "zarr.json" if suffix == ".zarr" else path).write_bytes(content)
+        with pytest.raises(DataError, match=re.escape(str(path))):
+            list(tt.Stream(path, lanes=1, chunk=5))
 
 
-EXTRAS = {
-    ".h5": ("h5py", "hdf5"),
-    ".zarr": ("zarr", "zarr"),
-    ".nc": ("netCDF4", "netcdf"),
-    ".wav": ("soundfile", "audio"),
-    ".hea": ("wfdb", "wfdb"),
+EXTRAS = {  # format, library and extra
+    "h5": ("h5py", "hdf5"),
+    "zarr": ("zarr", "zarr"),
+    "netcdf": ("netCDF4", "netcdf"),
+    "netcdf-classic": ("scipy.io", "netcdf"),
+    "wav": ("soundfile", "audio"),
+    "wfdb": ("wfdb", "wfdb"),
 }
 
 
-@pytest.mark.parametrize("suffix", EXTRAS)
+@pytest.mark.parametrize("name", EXTRAS)
 def test_missing_library_is_named_with_its_extra(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    next(form for form in FORMATS.values() if form.suffix == suffix).make(tmp_path / f"r{suffix}")
-    library, extra = EXTRAS[suffix]
-    open_table(tmp_path / f"r{suffix}")  # it is there
+    path = tmp_path / f"r{FORMATS[name].suffix}"
+    FORMATS[name].make(path)
+    library, extra = EXTRAS[name]
+    open_table(path)  # it is there
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(
-        MissingExtraError,
-        match=rf"r\{suffix}: .* needs {library}.*; pip install 'throughtime\[{extra}\]'",
-    ):
-        open_table(tmp_path / f"r{suffix}")
-
-
-def test_classic_netcdf_names_scipy_with_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FORMATS["netcdf-classic"].make(tmp_path / "r.nc")
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(
-        MissingExtraError,
-        match=r"r\.nc: classic netCDF needs scipy\.io; pip install 'throughtime\[netcdf\]'",
-    ):
-        open_table(tmp_path / "r.nc")
-
-
-def test_csv_cut_within_a_line_is_refused_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    FORMATS["csv"].make(path)
-    text = path.read_text().splitlines()
-    path.write_text("\n".join([*text[:40], text[40].rsplit(",", 1)[0]]))
-    with pytest.raises(
-        DataError, match=rf"{re.escape(str(path))}: line 41 has 2 fields, the first one 3"
-    ):
+    said = rf"{re.escape(str(path))}: (.* )?needs {library}.*; pip install 'throughtime\[{extra}\]'"
+    with pytest.raises(MissingExtraError, match=said):
         open_table(path)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"nowhere{suffix}: no such (file|folder)"):
-        open_table(tmp_path / f"nowhere{suffix}")
 
 
 def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(DataError, match=r"folder\.csv: .* a folder of files: tt\.Stream"):
         open_table(tmp_path / "folder.csv")
-    with pytest.raises(DataError, match="no such file"):
-        open_table(tmp_path / "none.csv")
     (tmp_path / "r.txt").write_text("a\n1\n")
-    with pytest.raises(
-        DataError,
-        match=(
-            r"r\.txt: expected a file of one of the formats \.arrow, \.bdf, \.csv, .*,"
-            r" \.zarr; read others with their library"
-        ),
-    ):
+    with pytest.raises(DataError, match=r"r\.txt: expected .* formats \.arrow, \.bdf, \.csv, .*"):
         open_table(tmp_path / "r.txt")
-
-
-MALFORMED: dict[str, tuple[str, bytes, str]] = {
-    "csv-short-line": ("r.csv", b"a,b\n1,2\n3\n", "line 3 has 1 fields, the first one 2"),
-    "csv-header-only": ("r.csv", b"a,b\n", "is empty, expected at least one step"),
-    "csv-duplicate-columns": (
-        "r.csv",
-        b"a, a\n1,2\n",
-        r"the first line is \['a', 'a'\], expected distinct",
-    ),
-    "csv-unnamed-column": (
-        "r.csv",
-        b"a,\n1,2\n",
-        r"the first line is \['a', ''\], expected distinct",
-    ),
-    "npy-text": ("r.npy", b"hello", "not a readable .npy file"),
-    "wav-text": ("r.wav", b"RIFF", "r.wav"),
-    "parquet-text": ("r.parquet", b"PAR1 and nothing more", "not a readable Parquet file"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"), list(MALFORMED.values()), ids=list(MALFORMED)
-)
-def test_malformed_file_is_refused_with_its_position(
-    name: str, content: bytes, reason: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        DataError,
-        match=(
-            rf"{re.escape(str(tmp_path / name))}.*{reason}"
-            if reason != name
-            else re.escape(str(tmp_path))
-        ),
-    ):
-        tt.Stream(tmp_path / name, lanes=1, chunk=4)
-
-
-ARRAYS: dict[str, tuple[dict[str, Any] | Array, str]] = {
-    "npy-3d": (
-        np.zeros((3, 2, 2)),
-        r"holds 0 float64 \(3, 2, 2\), expected .* \(steps,\) or \(steps, features\)",
-    ),
-    "npy-0d": (np.array(1.0), r"holds 0 float64 \(\), expected"),
-    "npy-complex": (np.zeros((3, 2), complex), "holds 0 complex128 .* expected arrays of numbers"),
-    "npy-objects": (np.array([None, 1], dtype=object), "not a readable .npy file"),
-    "npy-no-rows": (np.zeros((0, 2)), "is empty, expected at least one step"),
-    "npz-unequal": (
-        {"a": np.zeros(3), "b": np.zeros(4)},
-        r"holds a float64 \(3,\), b float64 \(4,\), expected arrays of numbers",
-    ),
-    "npz-0d": ({"a": np.zeros(3), "b": np.array(1.0)}, r"b float64 \(\), expected"),
-    "npz-none": ({}, "holds no array, expected arrays of numbers"),
-}
-
-
-@pytest.mark.parametrize(("arrays", "reason"), list(ARRAYS.values()), ids=list(ARRAYS))
-def test_arrays_that_are_no_recording_are_refused(
-    arrays: dict[str, Any] | Array, reason: str, tmp_path: Path
-) -> None:
-    path = tmp_path / ("r.npz" if isinstance(arrays, dict) else "r.npy")
-    if isinstance(arrays, dict):
-        np.savez(path, **arrays)
-    else:
-        np.save(path, arrays, allow_pickle=True)
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))}.*{reason}"):
-        tt.Stream(path, lanes=1, chunk=4)

@@ -65,26 +65,6 @@ def test_packed_hdf5_and_records_are_refused_with_what_to_do(tmp_path: Path) -> 
             open_table(tmp_path / name)
 
 
-@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "FLOAT", "PCM_32", "DOUBLE"])
-def test_sound_keeps_every_bit_of_its_samples(subtype: str, tmp_path: Path) -> None:
-    samples = np.random.default_rng(0).uniform(-1, 1, size=(500, 2))
-    soundfile.write(tmp_path / "r.wav", samples, 8000, subtype=subtype)
-    values = open_table(tmp_path / "r.wav").read(0, 500, ["0", "1"])
-    assert values.dtype == ("f8" if subtype in ("PCM_32", "DOUBLE") else "f4")
-    np.testing.assert_array_equal(values, soundfile.read(tmp_path / "r.wav")[0])
-
-
-@pytest.mark.parametrize("dates", [b"xx.xx.xxxx.xx.xx", b"00.00.0000.00.00", b" " * 16])
-def test_edf_and_bdf_with_anonymised_dates_are_read(dates: bytes, tmp_path: Path) -> None:
-    for form in (FORMATS["edf"], FORMATS["bdf"]):
-        path = tmp_path / f"r{form.suffix}"
-        expected = form.make(path)
-        content = path.read_bytes()
-        path.write_bytes(content[:8] + b" " * 160 + dates + content[184:])
-        table = open_table(path)
-        np.testing.assert_array_equal(table.read(0, STEPS, table.columns), expected)
-
-
 def test_edf_with_more_records_than_it_says_is_refused(tmp_path: Path) -> None:
     FORMATS["edf"].make(tmp_path / "r.edf")
     content = (tmp_path / "r.edf").read_bytes()
@@ -128,17 +108,3 @@ def test_a_zarr_store_of_xarray_is_refused_and_played_as_a_data_set(tmp_path: Pa
         open_table(tmp_path / "r.zarr")
     data = xr.open_zarr(tmp_path / "r.zarr", consolidated=False)
     np.testing.assert_array_equal(tt.recording(data).read(0, STEPS).inputs[:, 0], values)
-
-
-def test_packed_arrays_of_hdf5_are_refused_by_path_and_as_open_datasets(tmp_path: Path) -> None:
-    path = tmp_path / "packed.h5"
-    with h5py.File(path, "w") as file:
-        file["x"] = np.array([1, 2, 300], np.int16)
-        file["x"].attrs["scale_factor"] = 0.5
-    with pytest.raises(DataError, match="'x' has the attribute scale_factor"):
-        open_table(path)
-    with (
-        h5py.File(path) as file,
-        pytest.raises(DataError, match="belong to an open file"),
-    ):
-        tt.Stream({"inputs": file["x"]}, 1, chunk=3)

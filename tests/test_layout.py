@@ -118,17 +118,6 @@ def test_a_forecast_has_the_present_value_among_its_inputs(tmp_path: Path) -> No
         assert np.isnan(steps.targets[-2:]).all()
 
 
-def test_a_class_of_text_is_no_input_of_its_forecast(tmp_path: Path) -> None:
-    frame().assign(state=["on", "off"] * (STEPS // 2) + ["on"]).to_csv(
-        tmp_path / "a.csv", index=False
-    )
-    (recording,) = tt.recordings(tmp_path, targets="state", ahead=2)["train"]
-    steps = recording.read(0, STEPS)
-    assert steps.inputs.shape[1] == 6  # all but the text
-    assert steps.targets is not None
-    assert steps.targets[-2:].tolist() == [-100, -100]
-
-
 def copies_in_a_frame(_: Path) -> object:
     return tt.recording(frame(), inputs=["u", "y"], targets="y")
 
@@ -190,12 +179,11 @@ def test_a_copy_is_accepted_where_it_is_meant() -> None:
             r"\['w'\] are inputs, and series or excluded",
         ),
         ({"exclude": "u", "inputs": ["u"]}, r"\['u'\] are inputs, and series or excluded"),
-        ({"exclude": list(frame())}, r"inputs \[\] asked for, it has"),
         ({"exclude": ["u", "ww"]}, r"exclude \['u', 'ww'\] asked for.*did you mean 'w'"),
         ({"series": {"targets": "w"}}, "a series 'targets', a name that every chunk has"),
         ({"series": ["w"]}, r"series=\['w'\]: expected the columns of each series by its name"),
     ],
-    ids=["unknown", "as input", "excluded", "none left", "no such", "reserved", "list"],
+    ids=["unknown", "as input", "excluded", "no such", "reserved", "list"],
 )
 def test_series_and_exclusions_that_make_no_sense_are_refused(
     options: dict[str, Any], reason: str

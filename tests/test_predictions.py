@@ -5,22 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
+from test_cli import run
 from test_folders import anomaly_files
-from throughtime.app.cli import commands
 from throughtime.app.predictions import file_names
 from throughtime.errors import ConfigError
 from throughtime.stream.formats import open_table
 
 SETTINGS = ["--targets", "anomaly", "--exclude", "changepoint"]
-
-
-def run(*arguments: object, ok: bool = True) -> str:
-    """What a command prints, in this process; of one that fails, its message."""
-    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
-    assert (result.exit_code == 0) == ok, result.output + repr(result.exception)
-    return result.output if ok else str(result.exception)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +118,19 @@ def test_an_error_leaves_whole_files_and_says_which(
     assert listing(out) == [f"{name}.csv" for name in NAMES]
 
 
+def test_names_of_files_stay_within_the_folder_and_apart() -> None:
+    names = ["a/1.csv", "../../etc/x", "/abs", ".hidden", "n:o|t?*", "x" * 300, "CON", "r[80:100]"]
+    files = file_names(names)
+    assert len({file.casefold() for file in files}) == len(names)
+    for part in "/".join(files).split("/"):
+        assert part
+        assert not part.startswith(".")
+        assert len(part) < 140
+    assert (files[0], files[-1]) == ("a/1", "r-80-100")
+    with pytest.raises(ConfigError, match=r"two recordings .* A/1; rename one: A/1\.csv"):
+        file_names(["a/1.csv", "A/1.csv"])
+
+
 REFUSED = [
     (
         ["{data}", "--out", "p.csv"],
@@ -145,27 +150,3 @@ def test_what_does_not_go_together_is_refused(
     words = [word.format(data=data) for word in arguments]
     assert reason in run("predict", folder, *words, ok=False)
     assert {path: path.read_bytes() for path in data.rglob("*.csv")} == before
-
-
-def test_predictions_within_the_data_are_no_recordings(tmp_path: Path) -> None:
-    data = anomaly_files(tmp_path / "data")
-    settings = [*SETTINGS, "--updates", "2", "--hidden", "4", "--lanes", "2"]
-    run("train", data, *settings, "--out", data / "run")
-    run("predict", data / "run", data, "--split", "all", "--out", data / "p")
-    assert "4 recordings, 800 steps to train on" in run(
-        "train", data, *settings, "--out", tmp_path / "again"
-    )
-
-
-def test_names_of_files_stay_within_the_folder_and_apart() -> None:
-    names = ["a/1.csv", "../../etc/x", "/abs", ".hidden", "n:o|t?*", "x" * 300, "über.csv",
-             "CON", "a b", "r.csv[80:100]"]  # fmt: skip
-    files = file_names(names)
-    assert len({file.casefold() for file in files}) == len(names)
-    for file in files:
-        parts = file.split("/")
-        assert all(part and not part.startswith(".") and len(part) < 140 for part in parts)
-    assert files[0] == "a/1"
-    assert files[-1] == "r.csv-80-100"
-    with pytest.raises(ConfigError, match=r"two recordings .* A/1; rename one: A/1\.csv"):
-        file_names(["a/1.csv", "A/1.csv"])

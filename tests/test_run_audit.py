@@ -25,7 +25,7 @@ from throughtime.app.train import Training
 from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.settling import ColdStart
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError
 
 QUICK = ("--horizons", "10,40", "--max-lag", "40")
 
@@ -108,37 +108,6 @@ def test_an_audit_leaves_the_run_as_it_is(folder: RunFolder) -> None:
         for path in (folder.model, folder.checkpoint, folder.metrics, folder.config)
     ]
     assert torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--horizons", "50;200"], "--horizons 50;200: Input should be a valid integer"),
-        (["--horizons", "0"], "--horizons 0: Input should be greater than 0"),
-    ],
-)
-def test_bad_questions_get_one_message_that_says_what_to_do(
-    folder: RunFolder, arguments: list[str], said: str
-) -> None:
-    before = folder.audit.read_bytes() if folder.audit.is_file() else None
-    complained = run("audit", folder.path, *arguments, ok=False)
-    assert complained.startswith("error: ")
-    assert said in complained
-    assert before == (folder.audit.read_bytes() if folder.audit.is_file() else None)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    assert "no run there" in run("audit", tmp_path, ok=False)
-
-
-def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    from throughtime.app.page import write_report
-
-    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3))
-    for content in ("{", "[]", '{"split": "train"}'):
-        folder.audit.write_text(content, encoding="utf-8")
-        with pytest.raises(RunError, match=r"audit\.json: not what `throughtime audit` wrote"):
-            write_report(load_run(folder.path))
 
 
 def truncation(horizon: int, bias: float, stride: int | None = None) -> Truncation:

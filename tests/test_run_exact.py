@@ -1,34 +1,23 @@
 """A run with the exact gradient: its updates, its settings, and resuming to the bit."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from test_run import finish, settings, stop_at, write_recordings
+from test_run import finish, goes_on, settings, stop_at, write_recordings
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
-from throughtime.gradient import Exact, executor
-from throughtime.updates import updates
+from throughtime.gradient import executor
 
 
 def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """One lane: an update for each recording, at the run's own segment length."""
-    data = write_recordings(tmp_path / "data")
     more = {"gradient": "exact", "stride": None, "lanes": 1, "updates": None, "epochs": 4}
-    whole = finish(settings(data, tmp_path / "whole", **more))
-    assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(
-        range(1, 9)
-    )
-    stopped = Training.begin(Config(**settings(data, tmp_path / "stopped", **more)))
-    stop_at(stopped, 3)
-    resumed = Training.resume(stopped.folder.path)
-    assert resumed.done.count == 3
-    resumed.run()
-    assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
+    whole = goes_on(tmp_path, 3, **more)
+    updates = [row["update"] for row in whole.read_metrics() if row["kind"] == "train"]
+    assert updates == list(range(1, 9))
 
 
 def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
@@ -71,39 +60,6 @@ def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
     resumed.run()
     assert lengths == expected[1:]
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
-
-
-def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> None:
-    more = {
-        "gradient": "exact",
-        "cut_every": 150,
-        "stride": None,
-        "updates": 3,
-        "max_norm": 1e3,
-        "dtype": "float64",
-        "schedule": "constant",
-        "keep": "last",
-    }
-    training = Training.begin(
-        Config(**settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
-    )
-    net = copy.deepcopy(training.net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
-    for _, _ in zip(
-        range(3),
-        updates(
-            net,
-            training.stream,
-            torch.nn.CrossEntropyLoss(),
-            gradient=Exact(cut_every=150),
-        ),
-        strict=False,
-    ):
-        optimizer.step()
-        optimizer.zero_grad()
-    training.run()
-    for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from test_cli import ended, run
-from test_run import finish, flags, settings, write_recordings
+from test_run import finish, settings, write_recordings
 from throughtime import files as file_module
 
 
-@pytest.mark.parametrize("words", [["eval", "--split", "valid"], ["audit", "--horizons", "10"]])
+@pytest.mark.parametrize(
+    "words", [["eval", "--split", "valid"], ["audit", "--horizons", "10", "--steps", "40"]]
+)
 def test_a_folder_that_cannot_be_written_costs_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -37,8 +39,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(
 def test_predictions_hold_no_formula(tmp_path: Path) -> None:
     rows = [f"{i % 7},{'=1+1' if i % 7 < 3 else '-2' if i % 7 < 5 else '@x'}" for i in range(300)]
     (tmp_path / "a.csv").write_text("u,y\n" + "\n".join(rows) + "\n", encoding="utf-8")
-    values = settings(tmp_path / "a.csv", tmp_path / "run", targets="y", updates=150, lr=0.05)
-    run(*flags(values))
+    finish(settings(tmp_path / "a.csv", tmp_path / "run", targets="y", updates=150, lr=0.05))
     run("predict", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
         head, *lines = csv.reader(file)
@@ -49,10 +50,9 @@ def test_predictions_hold_no_formula(tmp_path: Path) -> None:
 def test_scores_of_a_run_that_held_nothing_out_name_the_flag(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=np.zeros((90, 1)), targets=np.arange(90) // 9 % 2)
     values = settings(tmp_path / "a.npz", tmp_path / "run", holdout=0, updates=3)
-    run(*flags(values))
+    finish(values)
     code, _, errors = ended("eval", tmp_path / "run")
     assert code == 2
     assert "nothing of the data was held out" in errors
     assert "--split train" in errors
     assert "accuracy" in run("eval", tmp_path / "run", "--split", "train")
-    assert "accuracy" in run("eval", tmp_path / "run", tmp_path / "a.npz")

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import throughtime as tt
 from test_cli import run
-from test_run import finish, settings, write_recordings
+from test_run import finish, settings
 from throughtime.app.data import open_dataset
 from throughtime.app.load import load_run
 from throughtime.app.settings import Config
@@ -64,7 +63,7 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     """Baselines are those of NumPy, on the steps that have a target and both values."""
     data, y = hourly(tmp_path)
     out = tmp_path / "run"
-    words = f"train {data} --targets OT --ahead 24 --season 168 --updates 20"
+    words = f"train {data} --targets OT --ahead 24 --season 168 --updates 10"
     printed = run(*words.split(), "--missing", "mask", "--out", out)
     assert "inputs load, OT; targets OT" in printed
     assert printed.count("persistence") == printed.count("season ") == 2
@@ -123,35 +122,9 @@ def test_classes_are_forecast_and_compared(tmp_path: Path) -> None:
     assert not any("/" in name for row in folder.read_metrics() for name in row)
 
 
-def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    draw, series = np.random.default_rng(1), list[Array]()
-    for name in "abc":
-        table = np.round(draw.normal(size=(60, 2)).cumsum(0), 4)
-        series.append(table)
-        np.savetxt(folder / f"{name}.csv", table, "%.4f", ",", header="u,v", comments="")
-    values = forecast(folder, tmp_path / "run", targets=["u", "v"], inputs=[], ahead=3)
-    rows = [row for row in finish(values).read_metrics() if row["kind"] == "valid"]
-    errors = series[2][3:] - series[2][:-3]
-    assert rows[-1]["compared/steps"] == 57
-    for i, column in enumerate("uv"):
-        rmse = rows[-1][f"persistence/rmse[{column}]"]
-        assert rmse == pytest.approx(np.sqrt((errors[:, i] ** 2).mean()), rel=1e-5)
-    short = {**values, "ahead": 60, "out": str(tmp_path / "short")}
-    with pytest.raises(DataError, match=r"'a.csv' has 60 steps, so none has a target 60 steps"):
-        finish(short)
-
-
 def lines(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def test_runs_without_a_forecast_have_no_baselines(tmp_path: Path) -> None:
-    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2)
-    rows = finish(values).read_metrics()
-    assert not any("/" in name for row in rows for name in row)
 
 
 def walk(folder: Path, steps: int = 4000) -> tuple[Path, Array]:
@@ -174,15 +147,24 @@ def scores_of(out: Path) -> dict[str, float]:
     return json.loads((out / "scores-valid.json").read_text(encoding="utf-8"))["metrics"]
 
 
-def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the file and a run of the changes to three later rows."""
+    folder = tmp_path_factory.mktemp("walk")
+    data, _ = walk(folder)
+    said = train(data, folder / "run", "--ahead", "1-3", "--difference")
+    assert "targets OT+1, OT+2, OT+3" in said
+    return folder
+
+
+def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(
+    changes: Path, tmp_path: Path
+) -> None:
     """Scores and baselines are those of the values themselves, on the same steps."""
     data, ot = walk(tmp_path)
     said = train(data, tmp_path / "plain", "--ahead", "1-3")
-    plain = scores_of(tmp_path / "plain")
+    plain, change = scores_of(tmp_path / "plain"), scores_of(changes / "run")
     assert "a skill below 0: try --difference" in " ".join(said.split())
-    said = train(data, tmp_path / "change", "--ahead", "1-3", "--difference")
-    change = scores_of(tmp_path / "change")
-    assert "targets OT+1, OT+2, OT+3" in said
     held_out = ot[3200:]
     for n in (1, 2, 3):
         errors = held_out[n : n + 797] - held_out[:797]
@@ -203,7 +185,7 @@ def test_a_difference_is_learned_in_units_of_the_change(tmp_path: Path) -> None:
         value = trained.net.module.get_buffer(f"module.units.{key}")
         np.testing.assert_allclose(value, expected, rtol=1e-4)
     assert value.max() < 0.5 * past.std()
-    run("train", "--resume", tmp_path / "run", "--updates", "80")
+    run("train", "--resume", tmp_path / "run", "--updates", "70")
 
 
 def test_without_a_change_the_forecast_is_the_present_row(tmp_path: Path) -> None:
@@ -217,16 +199,18 @@ def test_without_a_change_the_forecast_is_the_present_row(tmp_path: Path) -> Non
     np.testing.assert_allclose(outputs, np.stack([ot, ot], 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "c", "js", "nam", "json"])
-def test_an_exported_run_returns_values(suffix: str, tmp_path: Path) -> None:
-    data, _ = walk(tmp_path)
-    train(data, tmp_path / "run", "--ahead", "1-3", "--difference")
-    file = tmp_path / f"net.{suffix}"
-    refused = suffix in {"nam", "json"}
-    said = run("export", tmp_path / "run", "--out", file, "--steps", "1000", ok=not refused)
+@pytest.mark.parametrize("suffix", ["onnx", "c", "nam"])
+def test_an_exported_run_returns_values(suffix: str, changes: Path, tmp_path: Path) -> None:
+    file, refused = tmp_path / f"net.{suffix}", suffix == "nam"
+    said = run("export", changes / "run", "--out", file, "--steps", "1000", ok=not refused)
     assert ("tt.nn.Difference" in said) == refused
     assert ("verified on 1,000 steps at random" in said) != refused
-    run("predict", tmp_path / "run", data, "--out", tmp_path / "p.csv")
+
+
+def test_predictions_of_several_rows_ahead_have_a_column_each(
+    changes: Path, tmp_path: Path
+) -> None:
+    run("predict", changes / "run", changes / "walk.csv", "--out", tmp_path / "p.csv")
     assert list(lines(tmp_path / "p.csv")[0]) == ["step", "y[OT+1]", "y[OT+2]", "y[OT+3]"]
 
 
@@ -246,20 +230,11 @@ def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
         Config(**{**values, "difference": False, "ahead": "1-3", "task": "classify"})
 
 
-@pytest.mark.parametrize("ahead", ["", "1-", "-3", "24-1", "0-3", "a", "1;2"])
+@pytest.mark.parametrize("ahead", ["1-", "24-1", "0-3", "1;2"])
 def test_other_rows_ahead_are_refused(ahead: str, tmp_path: Path) -> None:
     values = settings(tmp_path / "a.csv", tmp_path / "run", targets=["OT"])
     with pytest.raises(ConfigError, match=r"--ahead .*: Input should be"):
         Config(**{**values, "ahead": ahead})
-
-
-def test_several_rows_ahead_in_python(tmp_path: Path) -> None:
-    data, ot = walk(tmp_path)
-    (recording,) = tt.recordings(data, targets="OT", ahead=range(1, 4), task="regress")["train"]
-    targets = targets_of(recording)
-    assert targets.shape == (4000, 3)
-    np.testing.assert_allclose(targets[:-3, 2], ot[3:])
-    assert np.isnan(targets[-1]).all()
 
 
 def test_a_change_from_a_missing_value_is_no_prediction(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,16 @@ from typing import Any
 import pytest
 
 from processes import elsewhere, torchrun
-from test_run import COMMAND, _lines, command, finish, flags, settings, write_recordings
+from test_run import (
+    COMMAND,
+    _lines,
+    command,
+    finish,
+    flags,
+    limited,
+    settings,
+    write_recordings,
+)
 from test_run import stop_at as stop_run_at
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config
@@ -102,27 +110,20 @@ def test_on_a_full_disk_nothing_is_lost(tmp_path: Path, share: float) -> None:
     folder = stop_run_at(Training.begin(Config(**values)), 30).folder
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     size = int(share * folder.checkpoint.stat().st_size)
-    smaller = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        f" resource.setrlimit(resource.RLIMIT_FSIZE, ({size},) * 2)"
-    )
-    for words in (
-        ["train", "--resume", folder.path],
-        flags(values | {"out": str(tmp_path / "new")}),
-    ):
-        script = [sys.executable, "-c", f"{smaller}\n{COMMAND}", *map(str, words)]
-        full = subprocess.run(script, capture_output=True, text=True, check=False)
-        assert full.returncode == 2, full.stderr
-        assert "File too large" in full.stderr
-        assert "Traceback" not in full.stderr
+    commands = {
+        folder: ["train", "--resume", str(folder.path)],
+        RunFolder(tmp_path / "new"): flags(values | {"out": str(tmp_path / "new")}),
+    }
+    for words in commands.values():
+        full = limited(size, *words)
+        assert full.code == 2, full.errors
+        assert "File too large" in full.errors
+        assert "Traceback" not in full.errors
     log = before.pop("metrics.jsonl")
     assert (folder.path / "metrics.jsonl").read_bytes()[: len(log)] == log
     assert {name: (folder.path / name).read_bytes() for name in before} == before
     assert not list(folder.path.glob("*.tmp"))
-    for words, out in (
-        (["train", "--resume", folder.path], folder),
-        (flags(values | {"out": str(tmp_path / "new")}), RunFolder(tmp_path / "new")),
-    ):
+    for out, words in commands.items():
         free = elsewhere(COMMAND, *words)
         assert free.code == 0, free.errors
         assert out.model.read_bytes() == whole.model.read_bytes()

@@ -57,10 +57,8 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     np.testing.assert_allclose(shares, outputs.sigmoid(), atol=1e-5)
     held_out = slice(2400, 3000)
     assert ((shares > 0.5) == labels)[held_out].mean() > 0.9
-    run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", "--steps", "500")
-    assert "worst parameter" in run(
-        "audit", tmp_path / "run", "--horizons", "10", "--max-lag", "10"
-    )
+    few = "--horizons", "10", "--max-lag", "10", "--steps", "60"
+    assert "worst parameter" in run("audit", tmp_path / "run", *few)
 
 
 def test_the_loss_is_that_of_each_label(tmp_path: Path) -> None:
@@ -88,6 +86,7 @@ def test_labels_in_python_and_of_later_rows(tmp_path: Path) -> None:
     assert splits.classes == ()
     targets = splits["train"][0].read(0, 3000).targets
     assert np.array_equal(np.asarray(targets), labels)
-    said = train(data, tmp_path / "run", "--ahead", "1,5")
-    assert "targets speech+1, music+1, speech+5, music+5" in said
-    assert tt.load_run(tmp_path / "run").spec.outputs == 4
+    values = settings(data, tmp_path / "run", targets=[*LABELS], task="multilabel", ahead="1,5")
+    spec = Training.begin(Config(**values)).spec
+    assert spec.target_names == ("speech+1", "music+1", "speech+5", "music+5")
+    assert spec.outputs == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from test_cli import ended
-from test_run import finish, settings, stop_at, write_recordings
+from test_run import finish, goes_on, settings, write_recordings
 from throughtime.app import user_class
 from throughtime.app.model import StandardisedError
 from throughtime.app.optimizer import make_optimizer, make_schedule
@@ -85,16 +85,8 @@ def rule(name: str, file: Path) -> dict[str, Any]:
 def test_a_run_with_any_rule_goes_on_to_the_same_bits(
     tmp_path: Path, file: Path, name: str
 ) -> None:
-    data, more = write_recordings(tmp_path / "data"), {"updates": 30, **rule(name, file)}
-    whole = finish(settings(data, tmp_path / "whole", **more))
-    part = Training.begin(Config(**settings(data, tmp_path / "part", **more)))
-    folder = stop_at(part, 13).folder
-    torch.manual_seed(999)
-    resumed = Training.resume(folder.path)
-    resumed.run()
-    assert whole.model.read_bytes() == folder.model.read_bytes()
+    whole = goes_on(tmp_path, 13, **{"updates": 30, **rule(name, file)})
     rates = [row["lr"] for row in whole.read_metrics() if row["kind"] == "train"]
-    assert rates == [row["lr"] for row in folder.read_metrics() if row["kind"] == "train"]
     assert (len({*rates}) > 1) == (name != "own optimizer and loss")
 
 
@@ -107,7 +99,7 @@ def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None
         assert type(own.make(base, {"outputs": 2, "weight": None})).__name__ == "Plain"
 
 
-def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
+def test_a_plateau_halves_the_rate() -> None:
     net = torch.nn.Linear(3, 2)
     config = Config(data="d", lr=0.4, schedule="plateau", optimizer="sgd")
     optimizer = make_optimizer(net, config)
@@ -117,35 +109,17 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
         schedule.step(score)
         rates.append(optimizer.param_groups[1]["lr"])
     assert rates == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.05]
-    cosine = Config(data="d", lr=0.4, schedule="cosine", updates=50)
-    optimizer = make_optimizer(net, cosine)
-    schedule = make_schedule(optimizer, cosine, Stream(torch.zeros(9, 1), 1, 1), 50)
-    rates = []
-    for _ in range(51):
-        rates.append(optimizer.param_groups[1]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates[0] == 0.4
-    assert rates[25] == pytest.approx(0.2)
-    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
-    assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "{file}:Signs"])
-def test_gradients_are_clipped_under_every_rule(file: Path, optimizer: str) -> None:
+def test_gradients_are_clipped_under_a_rule_of_ones_own(file: Path) -> None:
     net = torch.nn.Linear(3, 2).double()
-    named = {"optimizer": optimizer.format(file=file), "max_norm": 0.5, "lr": 1.0}
+    named = {"optimizer": f"{file}:Signs", "max_norm": 0.5, "lr": 1.0}
     stepper = make_optimizer(net, Config(**{"data": "d", **named}))
     for weight in net.parameters():
         weight.grad = torch.full_like(weight, 7.0)
-    before = torch.cat([weight.detach().flatten() for weight in net.parameters()])
     stepper.step()
-    after = torch.cat([weight.detach().flatten() for weight in net.parameters()])
-    if optimizer == "sgd":
-        assert (after - before).norm() == pytest.approx(0.5, rel=1e-6)
-    else:
-        grads = torch.cat([w.grad.flatten() for w in net.parameters() if w.grad is not None])
-        assert grads.norm() == pytest.approx(0.5, rel=1e-5)
+    grads = torch.cat([w.grad.flatten() for w in net.parameters() if w.grad is not None])
+    assert grads.norm() == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mse", 2.5), ("mae", 1.5), ("huber", 1.0)])
@@ -173,7 +147,6 @@ def test_the_loss_of_numbers_is_that_of_the_settings(tmp_path: Path) -> None:
             {"loss": "{file}:Needy"},
             "fails with TypeError: Needy.__init__() missing 1 required positional argument: 'temp",
         ),
-        ({"loss": "{file}:Nowhere"}, "mine.py defines no class Nowhere"),
         ({"optimizer": "{file}:Plain"}, "Plain: is no torch.optim.optimizer.Opt"),
         (
             {"optimizer": "{file}:Still", "weight_decay": 0.9},
@@ -197,9 +170,11 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_recordings(tmp_path / "data")
-    named = {"optimizer": f"{file}:Signs", "loss": f"{file}:Focal"}
-    folder = finish(settings(data, tmp_path / "run", **named))
+    named: dict[str, Any] = {"optimizer": f"{file}:Signs", "loss": f"{file}:Focal"}
+    folder = finish(settings(data, tmp_path / "run", **named, updates=10))
+    assert [path.name for path in folder.path.glob("*.py")] == ["mine.py"]
     config = folder.read_config()
+    assert [own.setting for own in config.code()] == ["loss", "optimizer"]
     assert (config.optimizer, config.loss) == ("mine.py:Signs", "mine.py:Focal")
     code = load_checkpoint(folder.checkpoint)["code"]
     assert code == {name: user_class.ClassReference("", file, "").sha256() for name in named}
@@ -211,7 +186,7 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
     audit = ("audit", folder.path, "--horizons", "10", "--steps", "40", "--max-lag", "10")
     assert ended("eval", folder.path)[0] == 0
     assert not marker.exists()
-    for words in (audit, ("train", "--resume", folder.path, "--updates", "64")):
+    for words in (audit, ("train", "--resume", folder.path, "--updates", "12")):
         code_, _, complained = ended(*words)
         assert code_ == 2
         assert "mine.py: its class" in complained
@@ -224,13 +199,3 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
         monkeypatch.setattr(user_class, "_trusted", set[str]())
         for name in [name for name in sys.modules if "user_mine" in name]:
             monkeypatch.delitem(sys.modules, name)
-
-
-def test_two_settings_may_name_classes_of_one_file(tmp_path: Path, file: Path) -> None:
-    config = Config(data="d", optimizer=f"{file}:Signs", loss=f"{file}:Focal")
-    assert [own.setting for own in config.code()] == ["loss", "optimizer"]
-    assert config.kept().loss == "mine.py:Focal"
-    data = write_recordings(tmp_path / "data")
-    named = {"optimizer": f"{file}:Signs", "loss": f"{file}:Focal"}
-    folder = finish(settings(data, tmp_path / "run", **named))
-    assert [path.name for path in folder.path.glob("*.py")] == ["mine.py"]

@@ -7,19 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from processes import free_port, in_processes, torchrun
-from test_run import _lines, finish, settings, stop_at, write_recordings
+from processes import end, free_port, in_processes, torchrun
+from test_cli import run
+from test_run import _lines, finish, flags, settings, stop_at, write_recordings
 from throughtime import state as trees
 from throughtime.app.fit import from_first, gathered
 from throughtime.app.model import load_model
@@ -144,18 +144,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_give_the_weights_of_one_process(ran: Ran, variant: str) -> None:
-    assert apart(ran.of(f"whole-{variant}"), ran.of(f"one-{variant}")) < 1e-10
-    assert (
-        apart(ran.of("half"), ran.of("one-horizon")) > 1e-4
-    )  # a mutant: the lanes of one rank alone
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_lines_of_a_run_are_those_of_one_process_written_once(ran: Ran, variant: str) -> None:
-    result, expected = _lines(ran.of(f"whole-{variant}")), _lines(ran.of(f"one-{variant}"))
-    assert len(result) == len(expected)
-    for mine, theirs in zip(result, expected, strict=True):
+def test_two_ranks_give_weights_and_lines_of_one_process(ran: Ran, variant: str) -> None:
+    whole, one = ran.of(f"whole-{variant}"), ran.of(f"one-{variant}")
+    assert apart(whole, one) < 1e-10
+    assert apart(ran.of("half"), ran.of("one-horizon")) > 1e-4  # a mutant: the lanes of one rank
+    for mine, theirs in zip(_lines(whole), _lines(one), strict=True):
         nested = mine.pop("recordings", None), theirs.pop("recordings", None)
         assert mine == (theirs if mine["kind"] == "data" else pytest.approx(theirs, nan_ok=True))
         assert (nested[0] is None) == (nested[1] is None)
@@ -218,101 +211,21 @@ def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
 # --- the command ---
 
 
-@dataclass
-class Command:
-    """A command of several processes; what it says is read from files, so that no pipe fills up."""
-
-    words: list[str]
-    log: Path
-    more: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        with self.log.open("w", encoding="utf-8") as output:
-            environment = SURROUNDINGS | self.more
-            self.process = subprocess.Popen(
-                self.words, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
-            )
-
-    def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank that torchrun has started."""
-        children = psutil.Process(self.process.pid).children()
-        return next(p for p in children if p.environ().get("RANK") == str(rank))
-
-    def ended(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(encoding="utf-8")
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
-
-
 @contextmanager
-def started(words: list[str], log: Path, **more: str) -> Generator[Command]:
-    """The command; whatever it has started is ended, each by its own id, where a test fails."""
-    command = Command(words, log, more)
-    children: list[psutil.Process] = []
+def started(words: list[str], log: Path, **more: str) -> Generator["subprocess.Popen[bytes]"]:
+    """A command whose outputs go to a file; nothing that it has started outlives the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, env=SURROUNDINGS | more, stdout=output, stderr=output)
     try:
-        yield command
-        children = []
+        yield process
     finally:
-        if command.process.poll() is None:
-            children = psutil.Process(command.process.pid).children(recursive=True)
-            command.process.kill()
-            command.process.wait()
-        for child in children:
-            child.kill()
+        if process.poll() is None:
+            end(process.pid)
+            process.wait()
 
 
-def throughtime(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "throughtime", *map(str, arguments)]
-
-
-def throughtime_on_two(*arguments: str | Path) -> list[str]:
-    return [*torchrun(2), "-m", "throughtime", *map(str, arguments)]
-
-
-def flags(settings_: dict[str, Any]) -> list[str]:
-    named = [
-        part
-        for key, value in settings_.items()
-        if key != "data"
-        for part in (f"--{key.replace('_', '-')}", str(value))
-    ]
-    return ["train", settings_["data"], *named]
-
-
-def endless(folder: Path, name: str) -> list[str]:
-    """A run of two ranks that is to be ended from outside, with a checkpoint every few updates."""
-    return flags(
-        values(folder, name, "horizon")
-        | {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0}
-    )
-
-
-def updates_in(folder: RunFolder) -> int:
-    return int(load_checkpoint(folder.checkpoint)["done"]["count"])
-
-
-def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
-    folder, updates = asked
-    values_ = values(folder, f"whole-{updates}", "horizon") | {"updates": updates}
-    yield (
-        str(rank),
-        through(Training.begin(Config(**values_), Ranks(rank, 2, torch.device("cpu")))).done.count,
-    )
-
-
-def uninterrupted(folder: Path, updates: int) -> RunFolder:
-    """The run of two ranks that nothing befell."""
-    in_processes(2, partial(tuple, (folder, updates)), whole_run)
-    return RunFolder(folder / f"whole-{updates}")
+def throughtime_on_two(values: dict[str, Any]) -> list[str]:
+    return [*torchrun(2), "-m", "throughtime", *flags(values)]
 
 
 @pytest.fixture
@@ -324,24 +237,19 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -> None:
     one = finish(values(data, "one", "horizon"))
-    words = throughtime_on_two(*flags(values(data, "two", "horizon")))
-    with started(words, data / "two.log") as command:
-        assert command.ended() == 0, command.output
+    words, log = throughtime_on_two(values(data, "two", "horizon")), data / "two.log"
+    with started(words, log) as command:
+        assert command.wait(PATIENCE) == 0, log.read_text()
     two = RunFolder(data / "two")
     assert apart(one, two) < 1e-10
     assert len(_lines(one)) == len(_lines(two))
     for line in (
-        "2 ranks of 2 lanes",
+        "cut into 4 parts, one a lane",
         "of 'valid', the state carried",
         "model, metrics and report.html are in",
     ):
-        assert command.output.count(line) == 1
+        assert log.read_text(encoding="utf-8").count(line) == 1
     assert two.report.is_file()
-    words = throughtime_on_two(*flags(values(data, "two", "horizon")))
-    with started(words, data / "again.log") as again:
-        assert again.ended() != 0
-    assert "error: " in again.output
-    assert "holds a run already" in again.output
 
 
 @pytest.mark.slow
@@ -356,52 +264,29 @@ def test_a_rank_that_fails_alone_prints_why_and_ends_all(data: Path) -> None:
     )
     words = [*torchrun(2), str(script), *flags(values(data, "run", "horizon"))]
     with started(words, data / "log") as command:
-        assert command.ended() != 0
-    assert "error: --lr no: Input should be a valid number" in command.output
+        assert command.wait(PATIENCE) != 0
+    assert "error: --lr no: Input should be a valid number" in (data / "log").read_text()
     assert not (data / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_after_a_killed_rank_the_run_resumes_to_the_same_bits(data: Path, rank: int) -> None:
-    folder = RunFolder(data / "run")
-    with started(throughtime_on_two(*endless(data, "run")), data / "killed.log") as killed:
-        killed.wait_for(folder.checkpoint.is_file)
-        killed.rank(rank).kill()
-        assert killed.ended() != 0, killed.output
-    assert not load_checkpoint(folder.checkpoint)["done"]["finished"]
-    before = updates_in(folder)
-    last = before + 17
-    words = throughtime_on_two("train", "--resume", folder.path, "--updates", str(last))
-    with started(words, data / "resumed.log") as resumed:
-        assert resumed.ended() == 0, resumed.output
-    assert resumed.output.count(f"resumed at update {before}") == 1
-    assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
-    assert apart(folder, uninterrupted(data, last - 1)) > 0  # a mutant: an update less
+def test_torchrun_ended_by_a_signal_says_once_how_to_go_on(data: Path) -> None:
+    folder, log = RunFolder(data / "run"), data / "stopped.log"
+    more = {"updates": 1_000_000, "checkpoint_every": 0.3, "valid_every": 0}
+    with started(throughtime_on_two(values(data, "run", "horizon") | more), log) as stopped:
+        deadline = time.monotonic() + PATIENCE
+        while not ("update " in log.read_text() and folder.checkpoint.is_file()):
+            assert stopped.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stopped.send_signal(signal.SIGTERM)
+        stopped.wait(PATIENCE)
+    assert log.read_text().count("go on with: throughtime train --resume") == 1
+    assert load_checkpoint(folder.checkpoint)["done"]["count"] > 0
 
 
 @pytest.mark.slow
-def test_torchrun_ended_by_a_signal_leaves_a_run_that_resumes_to_the_same_bits(
-    data: Path,
-) -> None:
-    folder = RunFolder(data / "run")
-    with started(throughtime_on_two(*endless(data, "run")), data / "stopped.log") as stopped:
-        stopped.wait_for(lambda: "update " in stopped.output and folder.checkpoint.is_file())
-        stopped.process.send_signal(signal.SIGTERM)
-        stopped.ended()
-    assert stopped.output.count("go on with: throughtime train --resume") == 1
-    last = updates_in(folder) + 17
-    with started(
-        throughtime_on_two("train", "--resume", folder.path, "--updates", str(last)),
-        data / "resumed.log",
-    ) as resumed:
-        assert resumed.ended() == 0, resumed.output
-    assert folder.model.read_bytes() == uninterrupted(data, last).model.read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slurm", [False, True], ids=["machines", "slurm"])
-def test_an_agent_of_torchrun_on_each_of_two_machines(data: Path, slurm: bool) -> None:
+def test_an_agent_of_torchrun_on_each_of_two_machines(data: Path) -> None:
     """With loopback in the place of the machines, and the variables that srun sets."""
     one = finish(values(data, "one", "horizon"))
     meet = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--local-addr", "127.0.0.1"]
@@ -409,22 +294,21 @@ def test_an_agent_of_torchrun_on_each_of_two_machines(data: Path, slurm: bool) -
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     agent += ["--nproc-per-node", "1", *meet, "-m", "throughtime"]
     words = [*agent, *flags(values(data, "two", "horizon"))]
-    common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234"} if slurm else {}
-    own = [{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)} if slurm else {} for i in range(2)]
+    common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1234"}
+    own = [{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)} for i in range(2)]
     with (
         started(words, data / "0.log", **common, **own[0]) as first,
         started(words, data / "1.log", **common, **own[1]) as second,
     ):
-        assert (first.ended(), second.ended()) == (0, 0), first.output + second.output
+        assert (first.wait(PATIENCE), second.wait(PATIENCE)) == (0, 0)
     assert apart(one, RunFolder(data / "two")) < 1e-10
-    assert (first.output + second.output).count("2 ranks of 2 lanes") == 1
+    said = (data / "0.log").read_text() + (data / "1.log").read_text()
+    assert said.count("cut into 4 parts, one a lane") == 1
 
 
 def test_lanes_that_two_ranks_cannot_share_and_missing_devices_are_refused(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_cli import run
-
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")

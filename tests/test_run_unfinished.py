@@ -10,23 +10,15 @@ import pytest
 from test_cli import run
 from test_run import settings, stop_at, write_recordings
 from throughtime import tensor_files
-from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
-
-
-def stopped(out: Path, **more: object) -> RunFolder:
-    """A run of 60 updates that is stopped at its third."""
-    values = settings(write_recordings(out.parent / "data", (400, 250, 300)), out, **more)
-    training = Training.begin(Config(**values))
-    stop_at(training, 3)
-    return training.folder
 
 
 def test_every_command_reads_the_model_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = stopped(tmp_path / "run")
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run")
+    folder = stop_at(Training.begin(Config(**values)), 3).folder
     reads = list[Path]()
     read = tensor_files.read_tensors
     monkeypatch.setattr(
@@ -74,14 +66,3 @@ def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
     assert gaps[0] == pytest.approx(1.0, abs=0.11)
     assert (np.diff(gaps) > -0.11).all()
     assert gaps[-1] == pytest.approx(4.0, abs=0.11)
-
-
-@pytest.mark.parametrize("command", ["eval", "predict", "export", "audit"])
-def test_a_folder_without_a_run_is_called_that_by_every_command(
-    command: str, tmp_path: Path
-) -> None:
-    more = ["--out", str(tmp_path / "net.js")] if command == "export" else []
-    for place_without_run in (tmp_path / "nosuch", tmp_path):
-        complained = run(command, place_without_run, *more, ok=False)
-        assert f"{place_without_run}: no run there" in complained
-        assert "--resume" not in complained

@@ -113,7 +113,7 @@ def test_whole_recordings_are_standardised_wherever_they_are_played_whole(tmp_pa
             play()
 
 
-@pytest.mark.parametrize("how", ["split", "recording", "first:400"])
+@pytest.mark.parametrize("how", ["recording", "first:400"])
 def test_a_net_without_the_layer_of_its_stream_is_refused(how: str) -> None:
     stream = tt.Stream(recordings(0, 2), 2, 100, standardise=how)
     with pytest.raises(ModelError, match=r"standardise='.*tt\.nn\.Standardise\.of\(stream\)"):
@@ -166,8 +166,6 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
     options = ("--targets", "anomaly", "--updates", "2", "--standardise", "recording")
     run("train", data, "--inputs", "x", *options, "--out", tmp_path / "run")
     net = tt.load_run(tmp_path / "run").net
-    with pytest.raises(ModelError, match="Train it with --standardise first:400"):
-        tt.Predictor(net).step(np.zeros((1, 3)))
     said = run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", ok=False)
     assert "Train it with --standardise first:400" in said
     run("predict", tmp_path / "run", data / "r2.npz", "--out", tmp_path / "p.npy")
@@ -177,9 +175,6 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
     outputs = inner[2](inner[1](scaled.float())[0]).softmax(dim=2)[:, 0].detach().numpy()
     np.testing.assert_allclose(np.load(tmp_path / "p.npy"), outputs, atol=1e-5)
     assert "whole recording" in run("eval", tmp_path / "run")
-    wrong = ("--inputs", "x", *options[:-1], "last:3", "--out", tmp_path / "no")
-    said = run("train", data, *wrong, ok=False)
-    assert "--standardise last:3: expected split or recording or none or first:N" in said
 
 
 def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:

@@ -73,7 +73,7 @@ def test_a_copy_of_a_stream_starts_cold(twin: Any) -> None:
 )
 @pytest.mark.parametrize(
     "policy",
-    [tt.Truncated(5), tt.Truncated(5, 12), tt.Exact(cut_every=5)],
+    [tt.Truncated(5, 12), tt.Exact(cut_every=5)],
     ids=str,
 )
 def test_steps_that_weigh_nothing_in_the_loss_make_no_update(
@@ -96,23 +96,6 @@ def test_static_features_beside_whole_numbers_have_a_type_that_holds_both(dtype:
     torch.testing.assert_close(chunk.inputs[0, 0], expected)
 
 
-def test_a_missing_input_leaves_the_others_of_its_step() -> None:
-    values = np.ones((6, 2))
-    values[2, 1] = np.nan
-    chunk = next(
-        iter(
-            tt.Stream(
-                {"inputs": values, "targets": np.zeros(6), "static": [0.7]},
-                lanes=1,
-                chunk=6,
-                missing="mask",
-            )
-        )
-    )
-    assert chunk.inputs[2, 0].tolist() == [1.0, 0.0, 0.7]
-    assert chunk.mask[:, 0].tolist() == [True, True, False, True, True, True]
-
-
 def test_a_recording_without_events_goes_with_those_that_have_some() -> None:
     inputs = np.zeros((4, 1))
     sources = [
@@ -124,9 +107,3 @@ def test_a_recording_without_events_goes_with_those_that_have_some() -> None:
         assert chunk.targets is not None
         assert chunk.targets.dtype == torch.int64
         assert chunk.valid_steps == 2
-
-
-def test_time_spent_on_steps_read_again_counts_as_waiting() -> None:
-    stream = tt.Stream(LONG, lanes=1, chunk=10)
-    stream.read(0, 50)
-    assert stream.wait_seconds > 0

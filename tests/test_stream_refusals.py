@@ -46,17 +46,14 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ([3], {}, "recording 0 is a int, expected a mapping with 'inputs'"),
     ({"inputs": np.ones(4)}, {"lanes": 5}, "5 lanes, but the recordings have 4 steps in all"),
+    ({"inputs": np.ones(4)}, {"lanes": 3, "rank": 0, "ranks": 2}, "6 lanes, but the recordings"),
+    ({"inputs": np.ones(4)}, {"lanes": 2.0}, "expected a whole number"),
     ({"inputs": np.ones(4)}, {"lanes": 0}, "lanes=0: expected a whole number of at least 1"),
     ({"inputs": np.ones(4)}, {"chunk": 0}, "chunk=0: expected a whole number of at least 1"),
     ({"inputs": np.ones(4)}, {"warm_up": -1}, "warm_up=-1"),
     ({"inputs": np.ones(4)}, {"missing": "drop"}, "missing='drop'"),
     ("nowhere.csv", {}, "nowhere.csv: no such file"),
     ("day*.csv", {}, r"no such file; for a pattern write the list .*glob"),
-    (
-        Path("nowhere.mp3"),
-        {},
-        "nowhere.mp3: no such file",
-    ),
 ]
 
 
@@ -79,10 +76,6 @@ def test_bad_recordings_and_settings_are_refused(
             r"'b' has inputs: \(T, 3\) of float64 numbers, recording 'a': \(T, 2\) of float64",
         ),
         (
-            {"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)},
-            r"'b' has inputs: \(T, 2\) of integer numbers",
-        ),
-        (
             {"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))},
             r"'b' has targets: \(T, 1\) .* 'a': \(T\) of",
         ),
@@ -92,7 +85,7 @@ def test_bad_recordings_and_settings_are_refused(
         ),
         ({"inputs": np.ones((4, 2))}, "'b' has targets: none, recording 'a': "),
     ],
-    ids=["features", "kind", "target shape", "target kind", "no targets"],
+    ids=["features", "target shape", "target kind", "no targets"],
 )
 def test_recordings_with_different_columns_are_refused(second: dict[str, Any], reason: str) -> None:
     first = {"name": "a", "inputs": np.ones((4, 2)), "targets": np.ones(4)}
@@ -116,46 +109,33 @@ def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
         list(tt.Stream(Shrunk(9), lanes=1, chunk=9))
 
 
-def sharded(batch_size: int, **options: Any) -> Callable[[Any], Any]:
-    """Accelerate's sharding of a loader between two processes."""
-    from accelerate.data_loader import prepare_data_loader
-
-    def load(stream: Any) -> Any:
-        loader = DataLoader(stream, batch_size=batch_size)
-        return next(
-            iter(
-                prepare_data_loader(
-                    loader, num_processes=2, process_index=1, put_on_device=False, **options
-                )
-            )
-        )
-
-    return load
-
-
 def prepared(stream: Any) -> Any:
     from accelerate import Accelerator
 
     return next(iter(Accelerator(cpu=True).prepare(DataLoader(stream, batch_size=None))))
 
 
+def sharded(stream: Any) -> Any:
+    """By Accelerate, between two processes."""
+    from accelerate.data_loader import prepare_data_loader
+
+    options: dict[str, Any] = {"num_processes": 2, "process_index": 1, "put_on_device": False}
+    return next(iter(prepare_data_loader(DataLoader(stream, batch_size=1), **options)))
+
+
+def sampler(stream: Any) -> Any:
+    return DistributedSampler(stream, num_replicas=2, rank=0)
+
+
 LOADS: dict[str, Callable[[Any], Any]] = {
     "shuffle": lambda stream: next(iter(DataLoader(stream, shuffle=True, batch_size=2))),
-    "shuffle one by one": lambda stream: next(iter(DataLoader(stream, shuffle=True))),
     "in order": lambda stream: next(iter(DataLoader(stream, batch_size=None))),
-    "in batches": lambda stream: next(iter(DataLoader(stream))),
     "distributed in a loader": lambda stream: next(
-        iter(DataLoader(stream, sampler=DistributedSampler(stream, num_replicas=2, rank=0)))
+        iter(DataLoader(stream, sampler=sampler(stream)))
     ),
-    "distributed": lambda stream: [
-        stream[i] for i in DistributedSampler(stream, num_replicas=2, rank=0)
-    ],
+    "distributed": lambda stream: [stream[i] for i in sampler(stream)],
     "accelerate": prepared,
-    "accelerate, two processes": sharded(1),
-    "accelerate, split batches": sharded(2, split_batches=True),
-    "accelerate, even batches": sharded(2, even_batches=True),
-    "accelerate, seedable": sharded(2, use_seedable_sampler=True),
-    "by hand": lambda stream: stream[0],
+    "accelerate, two processes": sharded,
 }
 
 
@@ -177,27 +157,6 @@ def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(
         assert call in str(error.value)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "lanes of all ranks": (
-        {"lanes": 7, "rank": 0, "ranks": 2},
-        "14 lanes, but the recordings have 13 steps in all",
-    ),
-    "lanes that are no number": ({"lanes": 2.0}, "expected"),
-}
-
-
-def stream_of(source: Any, options: dict[str, Any]) -> tt.Stream:
-    return tt.Stream(source, **options)
-
-
-@pytest.mark.parametrize(("options", "reason"), list(REFUSED.values()), ids=list(REFUSED))
-def test_settings_that_fit_no_epoch_are_refused_at_once(
-    options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(DataError, match=reason):
-        stream_of(recordings([9, 4]), {"lanes": 1, "chunk": 4} | options)
-
-
 def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows = "".join(f"{i},{3 * i}\n" for i in range(30))
@@ -210,10 +169,3 @@ def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Pa
             match=r"are inputs and targets of the same step",
         ):
             tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
-
-
-def test_messages_name_a_few_of_very_many_keys() -> None:
-    source = {f"k{i}": 0 for i in range(100_000)}
-    with pytest.raises(DataError, match="99,992 more") as error:
-        tt.Stream(source, lanes=1, chunk=2)
-    assert len(str(error.value)) < 400

@@ -1,7 +1,5 @@
 """Element types that may not mix, missing values, and the memory layout of chunks."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -42,12 +40,6 @@ def test_layouts_are_checked_for_every_recording_however_many_have_fitted() -> N
         for _ in range(2):  # what was refused once is refused again
             with pytest.raises(DataError, match="recording '20' has"):
                 list(stream)
-    mixed = [
-        {"inputs": np.full((4, 1), i, dtype)}
-        for i, dtype in enumerate((np.float32, np.float64, np.float32, np.float64))
-    ]
-    chunk = next(iter(tt.Stream(mixed, lanes=1, chunk=16, dtype=torch.float32, seed=None)))
-    assert chunk.inputs.flatten().tolist() == [i for i in range(4) for _ in range(4)]
 
 
 def test_types_that_cannot_be_read_are_refused() -> None:
@@ -57,12 +49,6 @@ def test_types_that_cannot_be_read_are_refused() -> None:
         tt.Stream({"inputs": np.zeros(4, np.complex128)}, lanes=1, chunk=4)
     with pytest.raises(DataError, match=r"inputs are torch\.bfloat16"):
         tt.Stream({"inputs": torch.zeros(4, dtype=torch.bfloat16)}, lanes=1, chunk=4)
-
-
-def test_text_targets_are_refused_saying_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("inputs,targets\n1,high\n2,low\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"column 'targets' of the targets holds text, .*classes="):
-        list(tt.Stream(tmp_path / "a.csv", lanes=1, chunk=4))
 
 
 def test_a_chunk_lies_equally_in_memory_wherever_the_stream_was_resumed() -> None:

@@ -7,20 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import polars as pl
-import pyarrow as pa
 import pytest
-import scipy.io
 import torch
 
 import throughtime as tt
 from test_sources import T, frame, netcdf, values, zarr_group
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
-
-
-def saved_csv(folder: Path) -> Path:
-    frame().to_csv(folder / "x.csv", index=False)
-    return folder / "x.csv"
 
 
 def german(folder: Path) -> Path:
@@ -37,13 +30,9 @@ def netcdf_columns(folder: Path) -> Any:
 
 TABLES: dict[str, Callable[[Path], Any]] = {
     "pandas": lambda _: frame(),
-    "polars": lambda _: pl.from_pandas(frame()),
-    "arrow": lambda _: pa.table(frame()),
-    "CSV": saved_csv,
     "semicolons and decimal commas": german,
     "zarr": lambda folder: zarr_group(folder)["columns"],
     "xarray": netcdf_columns,
-    "dict": lambda _: {name: values()[:, i] for i, name in enumerate("abc")},
 }
 
 
@@ -70,12 +59,6 @@ def test_columns_of_arrays_are_named_by_numbers(tmp_path: Path) -> None:
         assert np.array_equal(steps.targets, values()[:, 1])
 
 
-def test_settings_of_a_csv_file(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("u|y\n1,5|2\n2,5|3\n", encoding="utf-8")
-    recording = tt.recording(tmp_path / "x.csv", targets="y", delimiter="|", decimal=",")
-    assert recording.read(0, 2).inputs.tolist() == [[1.5], [2.5]]
-
-
 def test_targets_of_their_own_and_static_features() -> None:
     data = frame().assign(age=71.0, stage=2)
     labels = np.arange(T)
@@ -86,14 +69,6 @@ def test_targets_of_their_own_and_static_features() -> None:
     for static in (np.array([71.0, 2.0]), [71.0, 2.0]):
         chunk = next(iter(tt.Stream(tt.recording(data, inputs="a", static=static), 1, chunk=5)))
         assert chunk.inputs[0, 0, 1:].tolist() == [71.0, 2.0]
-
-
-def test_targets_of_later_steps_stay_within_the_part() -> None:
-    recording = tt.recording(frame(), targets="b", ahead=2, start=5, stop=9)
-    steps = recording.read(0, 4)
-    assert np.array_equal(steps.inputs, values()[5:9])  # the value of now is an input
-    assert steps.targets is not None
-    assert np.array_equal(steps.targets, [*values()[7:9, 1], np.nan, np.nan], equal_nan=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -115,15 +90,6 @@ def test_choices_that_make_no_sense_are_refused(case: str) -> None:
     options, reason = REFUSED[case]
     with pytest.raises(DataError, match=reason):
         tt.recording(frame(), **options)
-
-
-def test_an_input_may_be_the_target_where_it_is_meant() -> None:
-    choice: dict[str, Any] = {"inputs": ["a", "b"], "targets": "b"}
-    options: list[dict[str, Any]] = [{"allow_target_as_input": True}, {"ahead": 1}]
-    for allowed in options:
-        assert len(tt.recording(frame(), **choice, **allowed)) == T
-    with pytest.raises(DataError, match=r"\['b'\] are inputs and targets of the same step"):
-        tt.recording(frame(), **choice)
 
 
 def test_classes_are_indices_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -188,15 +154,6 @@ def test_columns_of_pandas_may_be_named_by_numbers() -> None:
     recording = tt.recording(pd.DataFrame(values()), inputs=[0, 2], targets=1)
     assert np.array_equal(recording.read(0, T).inputs, values()[:, [0, 2]])
     assert np.array_equal(target_values(recording), values()[:, 1])
-
-
-def test_a_mapping_of_matlab_has_entries_that_are_no_arrays(tmp_path: Path) -> None:
-    scipy.io.savemat(tmp_path / "x.mat", {"x": values(), "y": values()[:, :1] + 1})
-    loaded = scipy.io.loadmat(tmp_path / "x.mat")
-    recording = tt.recording(loaded, inputs="x", targets="y")
-    assert np.array_equal(recording.read(0, T).inputs, values())
-    with pytest.raises(DataError, match="read others with their library"):
-        tt.recording(tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("role", ["inputs", "targets"])

@@ -13,7 +13,7 @@ import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.errors import DataError
 
-T = 300
+T = 150
 random = np.random.default_rng(0)
 INPUTS = random.normal(size=(T, 3)).astype(np.float32)
 LABELS = random.integers(0, 2, T)

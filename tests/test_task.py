@@ -83,8 +83,7 @@ def test_labels_of_intervals_and_recordings(tmp_path: Path) -> None:
 
 def test_a_run_keeps_the_task(tmp_path: Path) -> None:
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, task=None)
-    folder = finish(values)
-    assert folder.read_config().task == "classify"
+    assert finish(values).read_config().task == "classify"
 
 
 def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
@@ -97,17 +96,3 @@ def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
     np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
     assert found.classes == {"0": len(whole)}
-
-
-def test_survey_counts_missing_inputs_and_names_the_first() -> None:
-    inputs = np.zeros((100, 3))
-    inputs[40, 1] = np.nan
-    inputs[70, :] = np.inf
-    found = Statistics("classify", "error")
-    found.add(as_recording({"inputs": inputs, "name": "pump"}, 0))
-    (fault,) = found.faults
-    assert fault.startswith(
-        "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
-        " column 1; clean the file"
-    )
-    np.testing.assert_array_equal(found.inputs.scale, np.ones(3))

@@ -153,10 +153,6 @@ def wrapped(kind: str, module: nn.Module) -> nn.Module:
     return getattr(nn.parallel, kind)(module)
 
 
-def stream() -> tt.Stream:
-    return tt.Stream({"inputs": torch.randn(40, 3), "targets": torch.randn(40)}, lanes=1, chunk=10)
-
-
 @pytest.mark.parametrize("kind", ["DistributedDataParallel", "DataParallel"])
 def test_wrappers_for_several_devices_are_refused_with_the_line_to_write(kind: str) -> None:
     refused = rf"(?s)is wrapped in {kind}: .*Hand the bare module: net = tt.carry\(wrapped.module\)"

@@ -135,8 +135,3 @@ def test_the_last_of_two_flags_counts_and_arguments_of_a_policy_add_up(tmp_path:
     _, _, complained = ended("train", tmp_path, *words.split())
     for text in ("--lanes 0:", "--inputs b,:", "--gradient-arg a,b=:"):
         assert text in complained
-
-
-def test_there_are_forty_of_them() -> None:
-    assert len(TODAY) >= 25
-    assert len(NEW) >= 15
