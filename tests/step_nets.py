@@ -1,4 +1,4 @@
-"""Six kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
+"""Four kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
 
 import copy
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import throughtime as tt
 from brute_force import State
 
-KINDS = ("lstm", "fused", "start", "state", "rotation", "embedding")
-FEATURES, UNITS, TOKENS = 3, 4, 5
+KINDS = ("lstm", "fused", "start", "rotation")
+FEATURES, UNITS = 3, 4
 
 
 def zeros(*shape: int) -> Tensor:
@@ -68,25 +68,6 @@ class LearnedStart(nn.Module):
         return self.head(torch.stack(outputs)), {"h": h}
 
 
-class Explicit(nn.Module):
-    """A layer whose state is an argument and a result."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(FEATURES, UNITS), nn.Linear(UNITS, classes)
-
-    def start(self, lanes: int) -> State:
-        return (zeros(1, lanes, UNITS),)
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, h = self.gru(x.unsqueeze(0), state[0])
-        return self.head(torch.relu(y.squeeze(0))), (h,)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = self.gru(x, state)
-        return self.head(torch.relu(y)), h
-
-
 class Rotation(nn.Module):
     """A linear recurrence that rotates: gradients over 100 steps are as large as those over one."""
 
@@ -113,10 +94,6 @@ class Rotation(nn.Module):
         return self.start(lanes)[0]
 
 
-def plain_sequential(*modules: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return nn.Sequential(*modules), Chain(*copy.deepcopy(modules))
-
-
 def fused_layers(classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
     name, layers = ("LSTM", "GRU", "RNN")[variant], 1 + variant % 2
     ours, torchs = (
@@ -130,16 +107,12 @@ def build(kind: str, classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
     """A module for the library, and one that the oracle runs, with the same names of weights."""
     match kind:
         case "lstm":
-            return plain_sequential(nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes))
+            layers = nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes)
+            return nn.Sequential(*layers), Chain(*copy.deepcopy(layers))
         case "fused":
             return fused_layers(classes, variant)
         case "start":
             module = LearnedStart(classes)
-        case "state":
-            module = Explicit(classes)
-        case "rotation":
-            module = Rotation(classes)
         case _:
-            front = nn.Embedding(TOKENS, UNITS), nn.GRU(UNITS, UNITS), nn.Linear(UNITS, classes)
-            return plain_sequential(*front)
+            module = Rotation(classes)
     return module, copy.deepcopy(module)

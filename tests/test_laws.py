@@ -14,10 +14,10 @@ from strategies import (
     Row,
     TensorState,
     apart,
-    every_net,
     inputs,
     named,
     remembering,
+    some_nets,
     weights,
 )
 from throughtime.carry import Carried
@@ -30,7 +30,7 @@ LAWS = [
 ]
 
 
-@every_net
+@some_nets("lstm", "sequential", "hides-cell", "namedtuple-state", "learnt-start")
 def test_check_carry_passes_on_what_carry_makes(row: Row) -> None:
     before = weights(net := row.net())
     laws = check_carry(net, inputs(28, 3))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import throughtime as tt
 from recurrences import needs_kernels
 from strategies import inputs
-from test_fused_update import calls
 from test_trace import EXACT, LANES, STEPS, called, every_kind, layer, states_for
 from throughtime.diagnose.trace import trace
 from throughtime.kernels.dispatch import Backend
@@ -65,6 +64,3 @@ def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.M
             for name in alone.names:
                 apart = results[name][start:stop, lane] - alone[name][:, 0]
                 assert apart.abs().max() < EXACT
-
-
-__all__ = ["calls"]  # a fixture
