@@ -20,20 +20,12 @@ from lightning.pytorch import Trainer
 
 from throughtime.integrations.lightning import Loader, StreamModule
 
-EXPECTED = [
-    pytest.mark.filterwarnings(
-        "ignore:.*smaller than the logging interval.*"
-    ),  # few batches an epoch, on purpose
-    pytest.mark.filterwarnings(
-        "ignore:.*no .val_dataloader.*"
-    ),  # trained without validation, on purpose
-    pytest.mark.filterwarnings(
-        "ignore:Be aware that when using .ckpt_path."
-    ),  # resumed without the callback that saved
-    pytest.mark.filterwarnings(
-        "ignore:Checkpoint directory .* exists and is not empty"
-    ),  # several trainings in one folder
-]
+EXPECTED = pytest.mark.filterwarnings(
+    "ignore:.*smaller than the logging interval.*",  # few batches an epoch, on purpose
+    "ignore:.*no .val_dataloader.*",  # trained without validation, on purpose
+    "ignore:Be aware that when using .ckpt_path.",  # resumed without the callback that saved
+    "ignore:Checkpoint directory .* exists and is not empty",  # several trainings in one folder
+)
 LENGTHS = (150, 90, 205, 33)
 LR = 1e-2
 
@@ -64,11 +56,9 @@ class Module(StreamModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), LR)
-        return (
-            optimizer
-            if self.scheduler is None
-            else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
-        )
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
 
     def on_update(self, update: Update) -> None:
         assert update.steps > 0

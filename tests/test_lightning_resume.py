@@ -35,13 +35,7 @@ pytestmark = EXPECTED
 UPDATES = 24  # of an epoch, in 12 training steps
 
 
-def resumed(
-    folder: Path,
-    at: int,
-    *,
-    max_epochs: int = 2,
-    **settings: Any,
-) -> Tensor:
+def resumed(folder: Path, at: int, *, max_epochs: int, **settings: Any) -> Tensor:
     """Train to the end of the epoch of update `at`, save, continue in a new module and trainer."""
     saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
     module, trainer = (
@@ -61,19 +55,10 @@ def resumed(
     return weights(module.net)
 
 
-@pytest.mark.parametrize(
-    ("at", "gradient"),
-    [
-        (3, None),
-        pytest.param(24, None, marks=pytest.mark.slow),
-        (27, Growing(4)),
-    ],
-    ids=["update-3", "update-24", "growing-27"],
-)
+@pytest.mark.parametrize(("at", "policy"), [(3, tt.Truncated(10, 25)), (27, Growing(4))], ids=str)
 def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(
-    at: int, gradient: Any, tmp_path: Path
+    at: int, policy: Any, tmp_path: Path
 ) -> None:
-    policy = gradient or tt.Truncated(10, 25)
     expected = plain(lambda: policy, epochs=3, dropout=0.3)
     assert torch.equal(resumed(tmp_path, at, max_epochs=3, gradient=policy), expected)
 
@@ -90,15 +75,12 @@ def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    stop, chunks = 6, 4
-    trainer = trainer_of(tmp_path, max_steps=stop, max_epochs=-1)
-    module = Module()
+    trainer, again = trainer_of(tmp_path, max_steps=6, max_epochs=-1), Module()
     torch.manual_seed(5)
-    trainer.fit(module, Loader(stream_of(), chunks))
+    trainer.fit(Module(), Loader(stream_of(), 4))
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    again = Module()
     trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(
-        again, Loader(stream_of(), chunks), ckpt_path=tmp_path / "after.ckpt"
+        again, Loader(stream_of(), 4), ckpt_path=tmp_path / "after.ckpt"
     )
     assert torch.equal(weights(again.net), plain(stop=40))
 

@@ -4,7 +4,6 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
 import math
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,37 +41,27 @@ from lightning_streams import (
 pytestmark = EXPECTED
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "horizon": lambda: tt.Truncated(7, 25),
-    "exact": tt.Exact,
-    "growing": lambda: Growing(4),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("horizon", 1), ("horizon", 1000), ("exact", 4), ("growing", 4)]
+    ("policy", "chunks"), [(tt.Truncated(7, 25), 1000), (tt.Exact(), 1), (Growing(4), 4)], ids=str
 )
 def test_weights_are_those_of_the_plain_loop_to_the_bit(
-    name: str, chunks: int, tmp_path: Path
+    policy: Policy, chunks: int, tmp_path: Path
 ) -> None:
-    mine = fitted(tmp_path, Module(gradient=POLICIES[name]()), chunks=chunks)
-    assert torch.equal(mine, plain(POLICIES[name]))
+    mine = fitted(tmp_path, Module(gradient=policy), chunks=chunks)
+    assert torch.equal(mine, plain(lambda: policy))
     assert not torch.equal(mine, weights(net_of()))
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.05}, {"clip": 0.05, "accumulate": 3}], ids=str)
-def test_clipping_and_accumulation_are_those_of_the_plain_loop(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_clipping_and_accumulation_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clip": 0.05, "accumulate": 3}
     mine = fitted(tmp_path, Module(**options))
     assert torch.equal(mine, plain(**options))
-    assert not torch.equal(mine, plain())
+    assert not torch.equal(mine, plain(accumulate=3))
 
 
-@pytest.mark.parametrize("stop", [6, 31])
-def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> None:
-    mine = fitted(tmp_path, Module(), max_steps=stop, max_epochs=-1)
-    assert torch.equal(mine, plain(stop=stop))
+def test_max_steps_stops_after_that_many_updates(tmp_path: Path) -> None:
+    mine = fitted(tmp_path, Module(), max_steps=31, max_epochs=-1)
+    assert torch.equal(mine, plain(stop=31))
 
 
 def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) -> None:
@@ -171,19 +160,12 @@ def test_mixed_precision_is_that_of_autocast(tmp_path: Path) -> None:
 
 
 def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=(
-            r"hands out a Chunk, expected a batch of a stream.*Loader\(tt\.Stream\(recordings,"
-            r" lanes, chunk\), chunks=20\)"
-        ),
-    ):
+    with pytest.raises(DataError, match=r"expected a batch of a stream.*Loader\(tt\.Stream\("):
         trainer_of(tmp_path).fit(Module(), stream_of())
     with pytest.raises(DataError, match=r"got a list, expected a tt\.Stream"):
         Loader([1, 2])  # pyright: ignore[reportArgumentType]
-    for wrong in (0, 1.5):
-        with pytest.raises(ConfigError, match=r"chunks=.*at least 1"):
-            Loader(stream_of(), wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"chunks=.*at least 1"):
+        Loader(stream_of(), 0)
 
 
 class Two(Module):
@@ -203,19 +185,9 @@ def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Pa
         ):
             fitted(tmp_path, kind())
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(minutes=1))
+    trainer = trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True)
     with pytest.raises(ConfigError, match="train_time_interval"):
-        trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(
-            Module(), Loader(stream_of(), 4)
-        )
-
-
-def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:
-    stream, module = stream_of(), Module()
+        trainer.fit(Module(), Loader(stream_of(), 4))
+    loader = Loader(stream_of(), 4)
     with pytest.raises(DataError, match="is the one that is trained on"):
-        trainer_of(tmp_path, num_sanity_val_steps=0).fit(
-            module, Loader(stream, 4), Loader(stream, 4)
-        )
-    (values,) = trainer_of(tmp_path).validate(
-        module, Loader(stream, 4), verbose=False
-    )  # after the fit it may be played
-    assert values["val_loss"] > 0
+        trainer_of(tmp_path, num_sanity_val_steps=0).fit(Module(), loader, loader)
