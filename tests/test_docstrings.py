@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import throughtime as tt
 
 INTEGRATIONS = ("lightning", "ignite", "accelerate")
@@ -44,8 +42,6 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 NAMES = dict(public())
-FUNCTIONS = {name: value for name, value in NAMES.items() if inspect.isfunction(value)}
-CLASSES = {name: value for name, value in NAMES.items() if inspect.isclass(value)}
 
 
 def section(value: Any, title: str) -> str | None:
@@ -61,25 +57,23 @@ def entries(value: Any, *titles: str) -> set[str]:
     return set(re.findall(r"^    \*{0,2}(\w+):", "".join(found), re.MULTILINE))
 
 
-def parameters(value: Any) -> set[str]:
-    return {name for name in inspect.signature(value).parameters if name not in {"self", "cls"}}
+def test_functions_describe_their_arguments_and_result_and_show_an_example() -> None:
+    for name, function in NAMES.items():
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            given = set(signature.parameters) - {"self", "cls"}
+            assert given <= entries(function, "Args"), name
+            yields = section(function, "Returns") or section(function, "Yields")
+            assert yields or signature.return_annotation is None, name
+            assert ">>>" in (section(function, "Example") or ""), name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_describes_its_arguments_its_result_and_shows_an_example(name: str) -> None:
-    function = FUNCTIONS[name]
-    assert parameters(function) <= entries(function, "Args")
-    result = inspect.signature(function).return_annotation
-    assert section(function, "Returns") or section(function, "Yields") or result is None
-    assert ">>>" in (section(function, "Example") or "")
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_describes_what_it_takes_and_what_it_has(name: str) -> None:
+def test_classes_describe_what_they_take_and_what_they_have() -> None:
     """Arguments or attributes, or an example; of a protocol the laws, of the rest its maker."""
-    described = entries(CLASSES[name], "Args", "Attributes")
-    text = inspect.getdoc(CLASSES[name]) or ""
-    laws = getattr(CLASSES[name], "_is_protocol", False) and "these laws" in text
-    assert described or ">>>" in text or laws or "Made by" in text
-    fields: dict[str, Any] = getattr(CLASSES[name], "__dataclass_fields__", {})
-    assert {field for field in fields if not field.startswith("_")} <= described
+    for name, kind in NAMES.items():
+        if inspect.isclass(kind):
+            described, text = entries(kind, "Args", "Attributes"), inspect.getdoc(kind) or ""
+            laws = getattr(kind, "_is_protocol", False) and "these laws" in text
+            assert described or ">>>" in text or laws or "Made by" in text, name
+            fields: dict[str, Any] = getattr(kind, "__dataclass_fields__", {})
+            assert {field for field in fields if not field.startswith("_")} <= described, name
