@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import throughtime as tt
-from throughtime import _device
 from throughtime.carry import Carried
 from throughtime.testing import check_no_leak
 
@@ -51,14 +50,3 @@ def train_and_check() -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_net_on_the_cpu_touches_no_gpu() -> None:
     train_and_check()
-
-
-def test_forked_generators_return_to_their_state() -> None:
-    cpu = torch.device("cpu")
-    before = torch.get_rng_state()
-    with _device.fork_rng(cpu):
-        _device.seed_generators(7, cpu)
-        drawn = torch.rand(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(3), drawn)

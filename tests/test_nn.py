@@ -83,13 +83,7 @@ def test_every_combination_is_torch_s(
 
 
 def _double(hx: Any) -> Any:
-    return (
-        None
-        if hx is None
-        else hx.double()
-        if isinstance(hx, Tensor)
-        else tuple(leaf.double() for leaf in hx)
-    )
+    return None if hx is None else tt.state.map_leaves(Tensor.double, hx)
 
 
 class Alone(nn.Module):
@@ -186,9 +180,7 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
         (good, _double(state)),
     ]
     for x, hx in cases:
-        with pytest.raises(
-            (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
-        ) as expected:
+        with pytest.raises(Exception) as expected:  # noqa: PT011  # any
             plain(x, hx)
         with pytest.raises(type(expected.value)) as actual:
             fused(x, hx)
@@ -202,13 +194,8 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
 def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) -> None:
     fused = LAYERS[name][1](4, 6)
     x = torch.randn(5, 2, 4)
-    for resets in (
-        torch.zeros(2, 5, dtype=torch.bool),
-        torch.zeros(5, 2),
-    ):
-        with pytest.raises(
-            DataError, match=r"resets are .*expected .*torch\.bool.*resets\.bool\(\)"
-        ):
+    for resets in (torch.zeros(2, 5, dtype=torch.bool), torch.zeros(5, 2)):
+        with pytest.raises(DataError, match=r"resets are .*expected .*resets\.bool\(\)"):
             fused(x, None, resets)
     packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
     with pytest.raises(DataError, match="each packed sequence starts from its own state"):
@@ -241,10 +228,3 @@ def test_transforms_of_torch_func_see_through(name: str) -> None:
         live = {n: p.clone().requires_grad_() for n, p in params.items()}
         alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
         assert max_difference([g[k] for g in each.values()], alone) < 1e-12
-
-
-def test_a_default_device_hides_nothing() -> None:
-    """`torch.set_default_device` stands on torch's stack of modes for good."""
-    fused, x = tt.nn.GRU(4, 6), torch.randn(5, 2, 4)
-    with torch.device("cpu"):
-        assert fused_runs(fused, x)

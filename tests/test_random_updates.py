@@ -3,9 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,42 +22,7 @@ LOSSES = ("mse", "ce", "weighted", "ignored", "weighted ignored", "smooth")
 IGNORED, CLASS_WEIGHTS = 1, (0.5, 2.0, 1.25)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration; recordings and weights are drawn from its seed."""
-
-    kind: str
-    seed: int
-    variant: int
-    lengths: tuple[int, ...]
-    # the stream
-    lanes: int
-    chunk: int
-    warm_up: int
-    missing: float
-    missing_inputs: bool
-    as_list: bool
-    # the loop
-    loss: str
-    columns: int
-    epochs: int
-    accumulate: int
-    frozen: bool
-    added: bool
-    # the policy: "truncated", "exact", "cut" or "randomized"
-    policy: str
-    stride: int
-    horizon: int
-    jitter: bool
-    burn_in: int
-    segment: int | None
-    limit: float | None
-    grain: int
-    alpha: float
-
-    @property
-    def fused(self) -> bool:
-        return self.kind == "fused" or (self.kind == "lstm" and self.variant == 2)
+Case = SimpleNamespace  # one configuration; recordings and weights are drawn from its seed
 
 
 def draw(kind: str, seed: int) -> Case:
@@ -79,10 +44,12 @@ def draw(kind: str, seed: int) -> Case:
     over = r.choice((0, 1, r.randint(0, 10), r.randint(0, 40), 120 if far else 0))
     policy = r.choice(("truncated", "truncated", "truncated", "exact", "cut", "randomized"))
     segment, loss = maybe(1, 50) or None, r.choice(LOSSES)
+    variant = r.randrange(3)
     return Case(
         kind=kind,
         seed=seed,
-        variant=r.randrange(3),
+        variant=variant,
+        fused=kind == "fused" or (kind == "lstm" and variant == 2),
         lengths=tuple(lengths),
         lanes=lanes,
         chunk=r.choice((1, r.randint(1, 12), r.randint(5, 60))),

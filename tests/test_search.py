@@ -122,13 +122,8 @@ CHINESE = {
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the scripts of the site need Node.js")
-@pytest.mark.parametrize(
-    ("language", "pages"),
-    [
-        ("en", QUESTIONS),
-        pytest.param("zh_CN", CHINESE, marks=pytest.mark.slow),  # other words, the same scripts
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("language", "pages"), [("en", QUESTIONS), ("zh_CN", CHINESE)])
 def test_the_first_results_of_a_question_have_the_page_that_answers_it(
     language: str, pages: dict[str, str], tmp_path: Path
 ) -> None:
