@@ -101,7 +101,6 @@ def difference(a: Numbers, b: Numbers) -> float:
 
 CASES: dict[str, tuple[Sequence[int], Policy]] = {
     "k1 < k2": (LENGTHS, tt.Truncated(STRIDE, HORIZON)),
-    "k1 = k2": (LENGTHS, tt.Truncated(STRIDE)),
     "k2 beyond the recordings": (LENGTHS, tt.Truncated(STRIDE, 100)),
     "exact, one update": (LENGTHS, tt.Exact()),
     "exact, several updates": (ALIKE, tt.Exact(chunk=7)),

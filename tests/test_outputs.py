@@ -133,12 +133,9 @@ def test_predictions_have_the_structure(style: str) -> None:
         close(torch.cat([ours, after]), their.detach()[:, 0])
 
 
-def test_a_metric_of_one_tensor_says_what_several_outputs_need() -> None:
+def test_losses_and_metrics_of_one_tensor_say_what_several_outputs_need() -> None:
     with pytest.raises(ModelError, match="this metric takes one tensor"):
         tt.evaluate(net_of("flat"), data(), metrics=tt.metrics.Classification(2))
-
-
-def test_a_loss_of_torch_says_what_several_outputs_need() -> None:
     net, stream, loss_fn = net_of("flat"), tt.Stream(data(), 2, 4, seed=None), nn.MSELoss()
     for call in (
         lambda: next(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(5))),
@@ -152,8 +149,5 @@ def test_a_scalar_beside_is_neither_output_nor_state() -> None:
     x = torch.randn(6, 2, 3, dtype=torch.float64)
     net = tt.carry(Penalty().double(), x, output=(0, 0))
     close(net(x, net.initial_state(2))[0], plain(net.module, x)[0])
-
-
-def test_items_that_do_not_exist_are_named() -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(Flat(), torch.randn(5, 2, 3), output=[0, 7])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, every_policy, policy_gradients
-from strategies import apart, named, recordings, seeds, weights
+from strategies import apart, gradients, named, recordings, seeds, start, weights
 from test_updates import RESUMED, run_and_resume, same_bits
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
@@ -197,6 +197,28 @@ class ByHand:
         after, stop = tt.state.detach(after), at.step + chunk.steps
         update = Update(loss.detach(), chunk.valid_steps, after, outputs.detach(), chunk, weight)
         return update, Progress(stop, after, stop, after, (at.memory or 0) + 1)
+
+
+class Halving:
+    """The epoch in segments of 5 steps; half of the credit crosses from one to the one before."""
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        steps = source.remaining(STEPS)
+        gate = lambda _, credit: [leaf / 2 for leaf in credit]  # noqa: E731
+        return Window(0, 0, 0, steps, steps, chunk=5, gate=gate) if steps else None, None
+
+
+def test_a_gate_of_ones_own_gets_the_credit_between_segments() -> None:
+    net, data = named("tensor-state").net(), PolicyData.draw(STEPS, 2, 0)
+    ((_, _, found),) = policy_gradients(net, [data.chunk], Halving())
+    state, outputs = start(net, data.x), list[Tensor]()
+    for x in data.x.split(5):
+        y, h = net(x, state)
+        state = h.clone()  # the outputs' own credit goes to h
+        state.register_hook(lambda grad: grad / 2)
+        outputs.append(y)
+    nn.functional.mse_loss(torch.cat(outputs), data.targets).backward()
+    assert apart(found, gradients(net)) < 1e-12
 
 
 @pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])

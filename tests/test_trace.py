@@ -197,7 +197,14 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     check(cell, [x, *states, *cell.parameters()], run, oracle)
 
 
-def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
+class Doubled(nn.GRU):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, state = super().forward(*args, **kwargs)
+        return 2 * y, state
+
+
+def test_what_a_trace_cannot_follow_is_refused() -> None:
+    """Packed sequences, dropout between layers, a layer with a forward of its own."""
     net, x = layer("lstm", num_layers=2, dropout=0.4), inputs(STEPS, LANES)
     with trace(net) as found:
         with pytest.raises(ModelError):
@@ -206,14 +213,6 @@ def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
             net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3], device="cpu")))
         net(x)[0].square().sum().backward()
     assert found.count == 1
-
-
-def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
-    class Doubled(nn.GRU):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            y, state = super().forward(*args, **kwargs)
-            return 2 * y, state
-
     with pytest.raises(ModelError, match="Doubled, whose forward is not that of torch"):
         trace(nn.Sequential(Doubled(3, 4)))
 

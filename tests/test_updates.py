@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import gc
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,15 +94,11 @@ class Training:
         torch.save(place | {"random": torch.get_rng_state()}, file)
         return file.getvalue()
 
-    def restore(
-        self,
-        checkpoint: bytes,
-        change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
-    ) -> None:
+    def restore(self, checkpoint: bytes) -> None:
         found = torch.load(io.BytesIO(checkpoint), weights_only=True)
         self.net.load_state_dict(found["net"])
         self.optimizer.load_state_dict(found["optimizer"])
-        self.updates.load_state_dict(change(found["updates"]))
+        self.updates.load_state_dict(found["updates"])
         torch.set_rng_state(found["random"])
 
 
@@ -136,24 +133,18 @@ def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
 
 
 def resumed_from(
-    checkpoint: bytes,
-    make: Callable[[], Carried],
-    policy: Policy | UpdatePolicy,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+    checkpoint: bytes, make: Callable[[], Carried], policy: Policy | UpdatePolicy
 ) -> dict[str, Tensor]:
     """The weights after the rest of two epochs."""
     torch.manual_seed(99)
     resumed = Training.begin(make(), policy)
-    resumed.restore(checkpoint, change)
+    resumed.restore(checkpoint)
     assert resumed.run(10_000, policy) > 0
     return weights(resumed.net)
 
 
 def run_and_resume(
-    make: Callable[[], Carried],
-    policy: Policy | UpdatePolicy,
-    stop: int,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+    make: Callable[[], Carried], policy: Policy | UpdatePolicy, stop: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights after two epochs: uninterrupted, and stopped after `stop` updates and resumed."""
     torch.manual_seed(1)
@@ -161,7 +152,7 @@ def run_and_resume(
     assert through.run(stop, policy) == stop
     checkpoint = through.saved()
     assert through.run(10_000, policy) > 0
-    return weights(through.net), resumed_from(checkpoint, make, policy, change)
+    return weights(through.net), resumed_from(checkpoint, make, policy)
 
 
 def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
@@ -222,33 +213,33 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -
         assert states_apart(got, end) < 1e-12
 
 
-PLACES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "no state": lambda place: place | {"policy": place["policy"] | {"carried": None, "edge": None}},
-    "another policy": lambda place: place | {"gradient": repr(tt.Truncated(6, 12))},
-}
+def test_places_and_options_that_do_not_fit_are_refused() -> None:
+    net, policy = RESUMED["rotation"](), tt.Truncated(6, 15)
+    run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
+    next(run)
+    next(run)
+    place = run.state_dict()
+    changes = {
+        "no state came with it": {"policy": place["policy"] | {"carried": None, "edge": None}},
+        "belongs to gradient": {"gradient": repr(tt.Truncated(6, 12))},
+    }
 
+    def resume(change: dict[str, Any]) -> None:
+        again = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
+        again.load_state_dict(place | change)
+        next(again)
 
-@pytest.mark.parametrize("change", list(PLACES.values()), ids=list(PLACES))
-def test_a_place_that_does_not_fit_is_refused(
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    with pytest.raises(DataError, match=r"no state came with it|belongs to gradient"):
-        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+    for message, change in changes.items():
+        with pytest.raises(DataError, match=message):
+            resume(change)
+    wrongs: list[dict[str, Any]] = [
         {"accumulate": 0},
         {"accumulate": 2, "gradient": tt.Randomized(10)},
         {"finite": "later"},
-    ],
-    ids=str,
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    options = {"gradient": tt.Truncated(6)} | options
-    with pytest.raises(ConfigError):
-        next(tt.updates(RESUMED["rotation"](), stream(), nn.MSELoss(), **options))
+    ]
+    for options in wrongs:
+        with pytest.raises(ConfigError):
+            next(tt.updates(net, stream(), nn.MSELoss(), **{"gradient": policy} | options))
 
 
 def trained_with_a_failure(
@@ -300,6 +291,21 @@ def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(
         result, failures = trained_with_a_failure(at, between=between, accumulate=accumulate)
         assert failures == 1
         assert same_bits(result, whole)
+
+
+def test_trainings_in_threads_give_the_bits_of_those_alone() -> None:
+    policies = tt.Exact(cut_every=9, chunk=4), tt.Truncated(6, 15)
+
+    def begun() -> list[Training]:
+        return [Training.begin(RESUMED["hidden-cell"](), policy) for policy in policies]
+
+    def trained(training: Training, policy: Policy) -> dict[str, Tensor]:
+        assert training.run(10_000, policy) > 5
+        return weights(training.net)
+
+    alone = list(map(trained, begun(), policies))
+    with ThreadPoolExecutor(2) as pool:
+        assert all(map(same_bits, pool.map(trained, begun(), policies), alone))
 
 
 class Tools:
