@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import throughtime as tt
@@ -12,33 +11,23 @@ import throughtime as tt
 INTEGRATIONS = ("lightning", "ignite", "accelerate")
 
 
-def names_of(module: Any) -> list[str]:
-    """The public names of a module: `__all__`, or what it defines."""
-    return getattr(module, "__all__", None) or [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-    ]
+def members(module: Any) -> Iterator[tuple[str, Any]]:
+    """What a module lists in `__all__`, or else defines."""
+    own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    for name in getattr(module, "__all__", own):
+        if not name.startswith("_"):  # of Ignite's own API
+            yield f"{module.__name__}.{name}", getattr(module, name)
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Every class and function of the API reference by its name there."""
-    modules = {name: getattr(tt, name) for name in tt.__all__ if name in tt._MODULES}
+    """Every class and function of the API by its name there."""
     for name in INTEGRATIONS:
-        modules[f"integrations.{name}"] = importlib.import_module(
-            f"throughtime.integrations.{name}"
-        )
+        yield from members(importlib.import_module(f"throughtime.integrations.{name}"))
     for name in tt.__all__:
-        if name != "__version__" and name not in modules:  # a module is not a name of its own
+        if name in tt._MODULES:
+            yield from members(getattr(tt, name))
+        elif name != "__version__":
             yield name, getattr(tt, name)
-    page = (Path(tt.__file__).parents[2] / "docs/reference/api.md").read_text(encoding="utf-8")
-    for module, name in re.findall(r"^   ([\w.]+)\.([A-Z]\w*)$", page, re.MULTILINE):
-        yield name, getattr(importlib.import_module(f"throughtime.{module}"), name)
-    for module, loaded in modules.items():
-        for name in names_of(loaded):
-            if name.startswith("_"):  # of Ignite's own API
-                continue
-            yield f"{module}.{name}", getattr(loaded, name)
 
 
 NAMES = dict(public())

@@ -22,7 +22,6 @@ from recurrences import (
     call_and_grad,
     every_layer,
     leaves_of,
-    loss_grads,
     max_difference,
     needs_kernels,
     random_state,
@@ -49,27 +48,21 @@ def at_any_number_of_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.static_backend.cache_clear()
 
 
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-def lower(*, dtype: torch.dtype = torch.bfloat16, on: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", dtype=dtype, enabled=on)
+def lower(*, on: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=on)
 
 
 def under(
     layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
 ) -> list[Tensor]:
     """Outputs, state and gradients: forward under autocast, backward outside, dropout as always."""
-    x, states = (
-        x.clone().requires_grad_(),
-        ([] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]),
-    )
-    entering = None if hx is None else states[0] if len(states) == 1 else tuple(states)
     torch.manual_seed(11)
-    with lower():
-        y, end = layer(x, entering) if resets is None else layer(x, entering, resets)
-    results = [y, *leaves_of(end)]
-    return [*results, *loss_grads(results, [x, *states, *layer.parameters()])]
+
+    def play(*given: Any) -> Any:
+        with lower():
+            return layer(*given)
+
+    return call_and_grad(play, x, hx, resets, layer.parameters())
 
 
 def defined(*given: Any) -> Any:
@@ -95,7 +88,7 @@ def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
 
 @pytest.mark.covering
 @every_layer
-@every_option
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
 def test_every_option_is_equals_the_reference(
     name: str, options: dict[str, Any], often: float, monkeypatch: pytest.MonkeyPatch
