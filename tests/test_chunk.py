@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ import throughtime as tt
 from quick import examples
 from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds
 from throughtime.chunk import Chunk, Placement, join
-from throughtime.errors import DataError
 from throughtime.stream._queue import ChunkQueue
 
 LONGEST = 1000
@@ -186,22 +184,6 @@ def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:
     assert cast.ends.tolist() == chunk.ends.tolist()
     moved = chunk[1:4].to(torch.device("meta"))
     assert {moved[name].device.type for name in SERIES} == {"meta"}
-
-
-X = np.zeros((8, 2))
-BAD: list[Any] = [
-    [{"inputs": X, "weight": X[:, 0]}, {"inputs": X}],
-    [{"inputs": X, "w": X[:, 0]}, {"inputs": X, "w": X}],
-    {"inputs": X, "weight": X[:7, 0]},
-    {"inputs": X, "mask": X[:, 0]},  # a name that every chunk has
-    {"inputs": X, "target": X[:, 0]},  # targets
-]
-
-
-def test_what_cannot_travel_is_refused() -> None:
-    for data in BAD:
-        with pytest.raises(DataError):
-            list(tt.Stream(data, 1, 8, seed=None))
 
 
 def test_steps_of_a_missing_class_do_not_count() -> None:

@@ -32,7 +32,6 @@ from strategies import (
     inputs,
     lawless,
     named,
-    recordings,
     remembering,
     start,
     states_apart,
@@ -42,7 +41,7 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
 from throughtime.gradient import Update, segment
-from throughtime.gradient.segment import MOST_BYTES, TRIAL_STEPS, automatic_chunk
+from throughtime.gradient.segment import MOST_BYTES, automatic_chunk
 
 EXACT = 1e-10
 chunks = st.sampled_from([1, 2, 3, 7, 13, 29, 50, None])  # None: automatic
@@ -268,13 +267,3 @@ def test_peak_stays_near_the_memory_of_one_segment(monkeypatch: pytest.MonkeyPat
 
     assert 5e5 < peak(1e6) < 4e6
     assert peak(1e9) > 4e6  # the mutant: one graph of all steps
-
-
-def test_a_trial_is_made_once() -> None:
-    net = named("lstm").net()
-    stream = tt.Stream(recordings([40, 30, 50], outputs=4), 1, 8)
-    net.prepare(torch.zeros(1, 1, 3, dtype=torch.float64))
-    calls = list[int]()
-    net.module.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
-    assert len(list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Exact()))) == 3
-    assert sorted(calls) == sorted([TRIAL_STEPS, 30, 40, 50])

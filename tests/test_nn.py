@@ -212,19 +212,3 @@ def test_weights_put_in_from_outside_are_used(name: str) -> None:
         prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
     assert fused_runs(layers[1], x)
     assert max_difference(*(call_and_grad(layer, x) for layer in layers)) < 1e-12
-
-
-@every_layer
-def test_transforms_of_torch_func_see_through(name: str) -> None:
-    _, fused = twin_layers(name, 4, 6, dtype=torch.float64)
-    x, resets = torch.randn(3, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
-    params = {n: p.detach() for n, p in fused.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(fused, weights, (x, None, resets))[0].square().mean()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
-    for k in range(3):
-        live = {n: p.clone().requires_grad_() for n, p in params.items()}
-        alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
-        assert max_difference([g[k] for g in each.values()], alone) < 1e-12

@@ -28,9 +28,6 @@ from optimizers import (
 from throughtime import optim
 from throughtime.errors import ConfigError
 
-Make = Callable[..., torch.optim.Optimizer]
-
-
 pytestmark = needs_core
 
 
@@ -150,33 +147,6 @@ def test_a_learning_rate_in_a_tensor_may_change_where_it_is(rule: str) -> None:
         race.run(step, step + 1)
     assert was_compiled(race.ours)
     assert race.apart < 1e-12
-
-
-def test_sparse_gradients_are_refused_by_torch() -> None:
-    table = nn.Embedding(6, 3, sparse=True)
-    table(torch.tensor([1, 4, 1])).square().sum().backward()
-    for make in (optim.Adam, optim.SGD):
-        with pytest.raises(RuntimeError, match=r"(?i)sparse"):
-            make([table.weight], max_norm=1.0).step()
-
-
-def test_hooks_are_called_once_and_in_torchs_order() -> None:
-    def trace(make: Make) -> list[str]:
-        messages: list[str] = []
-        optimizer = make(params := make_params())
-        optimizer.register_step_pre_hook(lambda *_: messages.append("before"))
-        optimizer.register_step_post_hook(lambda *_: messages.append("after"))
-        set_grads(params, 0)
-
-        def closure() -> float:
-            messages.append(f"closure with gradients {torch.is_grad_enabled()}")
-            return 0.5
-
-        with torch.no_grad():
-            result = str(optimizer.step(closure))
-        return [*messages, result]
-
-    assert trace(optim.Adam) == trace(torch.optim.Adam)
 
 
 def test_a_grad_scaler_unscales_before_the_norm_and_skips_overflows() -> None:

@@ -293,7 +293,7 @@ def deviations(case: Case) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seeds", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [25, pytest.param(400, marks=pytest.mark.slow)])
 def test_updates_equal_brute_force(kind: str, seeds: int) -> None:
     for seed in range(seeds):
         case = draw(kind, seed)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from plain_loop import plain_loop
 from processes import in_processes
 from strategies import apart, named, recordings
 from throughtime.carry import Carried
@@ -66,23 +67,14 @@ class Case(NamedTuple):
         """
         net, stream = self.net(), self.stream(lanes) if made is None else made
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        options: dict[str, Any] = {"gradient": self.policy, "accumulate": self.accumulate}
-        loss_fn, told = self.loss_fn().double(), list[tuple[float, int]]()
+        options: dict[str, Any] = {
+            "loss_fn": self.loss_fn().double(),
+            "epochs": self.epochs,
+            "accumulate": self.accumulate,
+            "resume": stop and (stop, lambda: self.stream(lanes)),
+        }
         torch.manual_seed(11)
-        run = tt.updates(net, stream, loss_fn, **options)
-        while stream.epoch < self.epochs:
-            for update in run:
-                told.append((update.loss.item(), update.steps))
-                optimizer.step()
-                optimizer.zero_grad()
-                if len(told) == stop:
-                    position, stream = run.state_dict(), self.stream(lanes)
-                    run = tt.updates(net, stream, loss_fn, **options)
-                    run.load_state_dict(position)
-                    break
-            else:
-                known = run.policy_state
-                run = tt.updates(net, stream, loss_fn, policy_state=known, **options)
+        told = plain_loop(net, stream, optimizer, self.policy, **options)
         return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
 
 

@@ -25,6 +25,8 @@ from throughtime.errors import ConfigError, ModelError, RunError
 from throughtime.gradient import Policy
 from throughtime.kernels import reference
 from throughtime.kernels.cells import Weights, cell_of
+from throughtime.kernels.dispatch import Backend
+from throughtime.nn import layers
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3
@@ -50,12 +52,18 @@ class Whole(NamedTuple):
     seen: Seen
 
 
-def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, Tensor]) -> Whole:
+def play(
+    net: Any,
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    weights: Mapping[str, Tensor],
+    resets: Tensor | None = None,
+) -> Whole:
     """One direction of one layer step by step, by the reference; tensors by their letters."""
     cell, seen, hidden = cell_of(net), dict[str, list[Tensor]](), list[Tensor]()
     assert cell is not None
     own: Any = (weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-    for step in reference.steps(cell, x, states, Weights(*own, hr=None)):
+    for step in reference.steps(cell, x, states, Weights(*own, hr=None), resets):
         states = step.states
         hidden.append(states[0])
         for letter, value in (step.gates | dict(zip(cell.states, states, strict=True))).items():
@@ -63,7 +71,9 @@ def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, 
     return Whole(torch.stack(hidden), states, seen)
 
 
-def unrolled(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
+def unrolled(
+    net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor | None = None
+) -> Whole:
     """All layers and directions of a module."""
     seen: Seen = {}
     ends: list[tuple[Tensor, ...]] = []
@@ -75,7 +85,7 @@ def unrolled(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
             weights = {n.removesuffix(own): w for n, w in net.named_parameters() if n.endswith(own)}
             turn = -1 if end else 1
             entering = tuple(leaf[len(ends)] for leaf in states)
-            side = play(net, y.flip(0) if end else y, entering, weights)
+            side = play(net, y.flip(0) if end else y, entering, weights, resets)
             seen |= {f"layer{k}{end}.{letter}": v[::turn] for letter, v in side.seen.items()}
             sides.append(side.y.flip(0) if end else side.y)
             ends.append(side.after)
@@ -166,6 +176,25 @@ def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
 
     leaves = [x, *states, *net.parameters()]
     check(net, leaves, run, lambda: unrolled(net, x, states))
+
+
+@needs_kernels
+@pytest.mark.covering
+@every_kind
+@pytest.mark.parametrize("runs", ["fused", "torch.nn"])
+def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runs == "torch.nn":  # as in half precision, or where the kernels are missing
+        monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
+    net, x = tt.fuse(layer(kind)), inputs(STEPS, LANES).requires_grad_()
+    states, resets = states_for(net), torch.zeros(STEPS, LANES, dtype=torch.bool)
+    resets[0, 0] = resets[4, 1] = resets[7, :2] = True
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, after = net(x, states if kind == "lstm" else states[0], resets)
+        return y, after if isinstance(after, tuple) else (after,)
+
+    leaves = [x, *states, *net.parameters()]
+    check(net, leaves, run, lambda: unrolled(net, x, states, resets))
 
 
 CELLS = {
