@@ -1,6 +1,6 @@
 """Ignite engines on a stream: updates as in `tt.updates`, handlers, resuming, evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from plain_loop import Growing, plain_loop
+from processes import in_processes
 from test_ignite import same, weights
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError
@@ -220,3 +221,34 @@ def test_metrics_are_those_of_evaluate_over_valid_steps() -> None:
         assert abs(result["loss"] - expected.loss) < 1e-6
         assert abs(result["accuracy"] - expected.metrics["accuracy"]) < 1e-6
     assert all(module.training for module in net.modules())
+
+
+def trained(lanes: int) -> dict[str, Any]:
+    data = recordings()
+    data[1]["targets"][::3] = torch.nan  # ranks with unequal numbers of valid steps
+    trainer, net, _ = trainer_of("horizon", chunks=2)
+    state: Any = trainer.run(tt.Stream(data, lanes, 10), max_epochs=3)
+    evaluator = StreamEvaluator(net, {"loss": Loss(nn.MSELoss())})
+    loss = evaluator.run(tt.Stream(data, lanes, 10)).metrics["loss"]
+    flat = torch.cat([weight.flatten() for weight in weights(net)])
+    return {"weights": flat, "output": state.output, "updates": state.updates, "loss": loss}
+
+
+def work(rank: int, early: Any) -> Iterator[tuple[str, Any]]:
+    del rank, early
+    yield from trained(lanes=1).items()
+
+
+def nothing() -> None:
+    """Before there is a group."""
+
+
+@pytest.mark.slow
+def test_two_ranks_come_to_the_weights_and_metrics_of_one_process() -> None:
+    together, alone = trained(lanes=2), trained(lanes=1)
+    for rank in in_processes(2, nothing, work):
+        assert rank["updates"] == together["updates"]
+        assert abs(rank["output"] - together["output"]) < 1e-9
+        assert abs(rank["loss"] - together["loss"]) < 1e-6  # Ignite's metrics add up in float32
+        assert (rank["weights"] - together["weights"]).abs().max() < 1e-9
+        assert (rank["weights"] - alone["weights"]).abs().max() > 1e-3

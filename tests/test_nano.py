@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from plain_loop import plain_loop
 from throughtime.gradient import Policy
 
 ROOT = Path(__file__).parent.parent
@@ -82,12 +83,7 @@ def by_library(case: str) -> Numbers:
     data = [{"inputs": x, "targets": y} for x, y in recordings(lengths)]
     stream = tt.Stream(data, lanes=LANES, chunk=7, seed=None, dtype=WIDE)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    losses = list[float]()
-    for _ in range(2):
-        for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy):
-            losses.append(float(update.loss))
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = [loss for loss, _ in plain_loop(net, stream, optimizer, policy, epochs=2)]
     return losses, [weight.detach() for weight in module.parameters()]
 
 

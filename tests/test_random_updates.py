@@ -42,8 +42,8 @@ def draw(kind: str, seed: int) -> Case:
     shortest = (sum(lengths) // lanes + max(lengths)) // 16  # stride: brute force takes its time
     stride = max(shortest, r.choice((1, 2, r.randint(1, 9), r.randint(5, 30))))
     over = r.choice((0, 1, r.randint(0, 10), r.randint(0, 40), 120 if far else 0))
-    policy = r.choice(("truncated", "truncated", "truncated", "exact", "cut", "randomized"))
-    segment, loss = maybe(1, 50) or None, r.choice(LOSSES)
+    policy = r.choice(("truncated", "truncated", "exact", "cut", "randomized"))
+    segment, loss = r.choice((None, r.randint(1, 15))), r.choice(LOSSES)
     variant = r.randrange(3)
     return Case(
         kind=kind,

@@ -1,15 +1,9 @@
 """The Chinese pages: nothing stale, the same code as in English, the words of the glossary."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
-import pytest
 from babel.messages.pofile import read_po
 
 ROOT = Path(__file__).parent.parent
@@ -21,44 +15,10 @@ PAGES = sorted(
     for path in CATALOGS.rglob("*.po")
     if path.stem not in {"pictures", "sphinx"}
 )
-CONF = """
-extensions = ["myst_parser", "_translation"]
-myst_enable_extensions = ["dollarmath"]
-language, locale_dirs, gettext_compact = "zh_CN", ["locale"], False
-"""
 
 
 def code(markdown: str) -> list[str]:
     return re.findall(r"^```\w+\n(.*?)\n^```", markdown, re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def chinese(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The translated pages as XML."""
-    source, out = tmp_path_factory.mktemp("docs"), tmp_path_factory.mktemp("xml")
-    catalogs = source / "locale" / "zh_CN" / "LC_MESSAGES"
-    for page in PAGES:
-        for path, copy in (
-            (DOCS / f"{page}.md", source / f"{page}.md"),
-            (CATALOGS / f"{page}.po", catalogs / f"{page}.po"),
-        ):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-    (source / "conf.py").write_text(CONF, encoding="utf-8")
-    command = [sys.executable, "-m", "sphinx", "-Q", "-b", "xml", source, out]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(DOCS)}, check=True)
-    return out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_a_chinese_page_has_the_code_of_the_english_one(page: str, chinese: Path) -> None:
-    document = ET.parse(chinese / f"{page}.xml")
-    unused = [node.tag for node in document.iter() if node.get("translated") == "0"]
-    assert set(unused) <= {"image", "math_block"}, "a message whose translation is no such element"
-    blocks = ["".join(block.itertext()).rstrip("\n") for block in document.iter("literal_block")]
-    assert blocks == code((DOCS / f"{page}.md").read_text(encoding="utf-8"))
-    assert re.search(r"[\u4e00-\u9fff]", "".join(document.getroot().itertext()))
 
 
 def messages(name: str) -> dict[str, str]:
