@@ -233,13 +233,13 @@ def test_places_and_options_that_do_not_fit_are_refused() -> None:
         with pytest.raises(DataError, match=message):
             resume(change)
     wrongs: list[dict[str, Any]] = [
-        {"accumulate": 0},
-        {"accumulate": 2, "gradient": tt.Randomized(10)},
-        {"finite": "later"},
+        {"gradient": policy, "accumulate": 0},
+        {"gradient": policy, "finite": "later"},
+        {"gradient": tt.Randomized(10), "accumulate": 2},
     ]
     for options in wrongs:
         with pytest.raises(ConfigError):
-            next(tt.updates(net, stream(), nn.MSELoss(), **{"gradient": policy} | options))
+            next(tt.updates(net, stream(), nn.MSELoss(), **options))
 
 
 def trained_with_a_failure(
