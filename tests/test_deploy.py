@@ -351,8 +351,8 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
     ]
     source = (tmp_path / "my-net.2.c").read_text()
     assert "my_net_2_step(my_net_2_state *s" in source
-    (described,) = re.findall(r"\{.*\}", (tmp_path / "my-net.2.h").read_text())
-    assert json.loads(described)["rate"] == 360
+    described = re.findall(r"\{.*\}", (tmp_path / "my-net.2.h").read_text())
+    assert json.loads(described[0])["rate"] == 360
 
 
 def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, rnn
+from torch.nn.utils import rnn
 
 import throughtime as tt
 from recurrences import (
@@ -200,15 +200,3 @@ def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) ->
     packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
     with pytest.raises(DataError, match="each packed sequence starts from its own state"):
         fused(packed, None, torch.zeros(5, 2, dtype=torch.bool))
-
-
-@every_layer
-def test_weights_put_in_from_outside_are_used(name: str) -> None:
-    """Parametrizations, pruning: weights that are not plain parameters."""
-    layers = twin_layers(name, 4, 6, dtype=torch.float64)
-    x = torch.randn(7, 3, 4, dtype=torch.float64)
-    for layer in layers:
-        parametrizations.weight_norm(layer, "weight_hh_l0")
-        prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
-    assert fused_runs(layers[1], x)
-    assert max_difference(*(call_and_grad(layer, x) for layer in layers)) < 1e-12
