@@ -18,7 +18,6 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 SHAPES = ((7, 5), (33,), (), (1,), (4, 0), (2, 3, 5), (16, 50))
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
-BACKENDS = ("compiled", "torch")
 needs_core = pytest.mark.skipif(library() is None, reason=str(why_missing()))
 
 
@@ -79,16 +78,6 @@ def layout(state: dict[str, Any]) -> object:
         for k, entry in state["state"].items()
     }
     return tensors, [sorted(group) for group in state["param_groups"]]
-
-
-def select_backend(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Lets steps go the way that is named: "compiled", or "torch" as if there were no core."""
-    if path == "compiled" and library() is None:
-        pytest.skip(str(why_missing()))
-    if path == "torch":
-        monkeypatch.setattr(optim, "need", lambda _: None)
-        monkeypatch.setattr(optim, "why_missing", lambda: "a test took it away")
-    return path
 
 
 class Race:

@@ -9,7 +9,7 @@ from torch import nn
 import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.chunk import Source
-from throughtime.gradient import Policy, Probe, Progress, Window
+from throughtime.gradient import Policy, Probe, Progress, UpdatePolicy, Window
 
 
 @dataclass(frozen=True)
@@ -31,25 +31,33 @@ def plain_loop(
     net: Carried,
     stream: tt.Stream,
     optimizer: Any,
-    gradient: Policy,
+    gradient: Policy | UpdatePolicy,
     *,
     epochs: int = 1_000,
     stop: float | None = None,
     clip: float | None = None,
     accumulate: int = 1,
     after: Callable[[], object] = lambda: None,
+    loss_fn: nn.Module | None = None,
+    resume: tuple[int, Callable[[], tt.Stream]] | None = None,
 ) -> list[tuple[float, int]]:
-    """Loss and valid steps of each update, until an epoch's end or after `stop` updates."""
-    records, policy_state = list[tuple[float, int]](), None
-    for _ in range(epochs):
+    """Loss and valid steps of each update, until an epoch's end or after `stop` updates.
+
+    `resume`: after so many updates the loop goes on with a new stream, from the saved position.
+    """
+    records, policy_state, position = list[tuple[float, int]](), None, None
+    while stream.epoch < epochs:
         run = tt.updates(
             net,
             stream,
-            nn.MSELoss(),
+            loss_fn or nn.MSELoss(),
             gradient=gradient,
             policy_state=policy_state,
             accumulate=accumulate,
         )
+        if position is not None:
+            run.load_state_dict(position)
+            position = None
         for update in run:
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
@@ -59,5 +67,8 @@ def plain_loop(
             records.append((update.loss.item(), update.steps))
             if len(records) == stop:
                 return records
+            if resume and len(records) == resume[0]:
+                position, stream = run.state_dict(), resume[1]()
+                break
         policy_state = run.policy_state
     return records

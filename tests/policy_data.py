@@ -25,7 +25,7 @@ from strategies import (
 )
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
-from throughtime.gradient import Policy, Update, UpdatePolicy
+from throughtime.gradient import Policy, UpdatePolicy
 from throughtime.updates import Updates
 
 
@@ -134,25 +134,6 @@ def summed(results: UpdateGrads) -> Weights:
     }
 
 
-def exact_updates(
-    net: Carried,
-    data: PolicyData,
-    policy: Policy | None = None,
-    loss_fn: Any = None,
-    **options: Any,
-) -> list[Update]:
-    """The updates of `tt.Exact(chunk=4)`, or of another policy."""
-    return list(
-        tt.updates(
-            net,
-            [data.chunk],
-            loss_fn or nn.MSELoss(),
-            gradient=policy or tt.Exact(chunk=4),
-            **options,
-        )
-    )
-
-
 POLICIES: dict[str, Policy] = {
     "exact": tt.Exact(chunk=4),
     "segments": tt.Exact(chunk=4, cut_every=10),
@@ -185,14 +166,6 @@ def deviation(a: UpdateGrads, b: UpdateGrads) -> float:
         (max(abs(p - q), apart(g, h)) for (_, p, g), (_, q, h) in zip(a, b, strict=True)),
         default=0.0,
     )
-
-
-def big(make: Callable[[], nn.Module], steps: int, lanes: int = 4) -> tuple[Carried, Chunk]:
-    """A net whose activations outweigh what Python and torch need, in float32."""
-    net, x = tt.carry(make()), inputs(steps, lanes).float()
-    with torch.no_grad():
-        y, _ = net(x, net.initial_state(lanes, like=x))
-    return net, Chunk.from_tensors(x, torch.zeros_like(y))
 
 
 class Allocated(NamedTuple):

@@ -53,10 +53,8 @@ class LayerCase:
     ) -> "LayerCase":
         torch.manual_seed(steps * 1000 + lanes * 100 + hidden)
         rows, outputs = len(cell.gates) * hidden, projection or hidden
-        rotations = [
-            nn.init.orthogonal_(torch.empty(hidden, outputs, dtype=torch.float64))
-            for _ in cell.gates
-        ]
+        square = torch.empty(hidden, outputs, dtype=torch.float64)
+        rotations = [nn.init.orthogonal_(square.clone()) for _ in cell.gates]
         b_ih = torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None
         if b_ih is not None and cell.retention_gate:
             b_ih[hidden : 2 * hidden] += 2.0  # the gate keeps its past
@@ -68,12 +66,10 @@ class LayerCase:
             torch.cat(rotations),
             b_ih,
             torch.randn(rows, dtype=torch.float64) * 0.3 if bias else None,
-            (
-                nn.init.orthogonal_(torch.empty(projection, hidden, dtype=torch.float64))
-                if projection
-                else None
-            ),
+            None,
         ]
+        if projection:
+            tensors[-1] = nn.init.orthogonal_(torch.empty(projection, hidden, dtype=torch.float64))
         return cls(cell, tensors, torch.rand(steps, lanes) < often if often else None)
 
     def to(self, dtype: torch.dtype) -> "LayerCase":
@@ -104,11 +100,8 @@ def loss_grads(results: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> li
         (t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) + 0.1 * t * t).sum()
         for t in results
     ]
-    return list(
-        torch.autograd.grad(
-            torch.stack(losses).sum(), [t for t in leaves if t is not None], materialize_grads=True
-        )
-    )
+    given = [t for t in leaves if t is not None]
+    return list(torch.autograd.grad(torch.stack(losses).sum(), given, materialize_grads=True))
 
 
 def max_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -123,9 +116,7 @@ def max_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
         for a, b in zip(actual, expected, strict=True)
         if b.numel()
     ]
-    return max(
-        (float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0
-    )
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
 
 
 def run_and_grad(given: LayerCase, run: Run) -> list[Tensor]:
@@ -135,9 +126,7 @@ def run_and_grad(given: LayerCase, run: Run) -> list[Tensor]:
     return [*results, *loss_grads(results, leaves)]
 
 
-LAYERS: dict[
-    str, tuple[type[Any], type[Any]]
-] = {  # any RNNBase, which takes other arguments than they do
+LAYERS: dict[str, tuple[Any, Any]] = {
     "LSTM": (nn.LSTM, tt.nn.LSTM),
     "GRU": (nn.GRU, tt.nn.GRU),
     "RNN": (nn.RNN, tt.nn.RNN),
@@ -157,17 +146,16 @@ def leaves_of(state: Any) -> list[Tensor]:
 
 
 def call_and_grad(
-    layer: nn.Module, x: Tensor, hx: Any = None, resets: Tensor | None = None
+    layer: Any, x: Tensor, hx: Any = None, resets: Tensor | None = None, weights: Any = None
 ) -> list[Tensor]:
     """Outputs, state, and the gradients of inputs, state and parameters."""
-    x, hx = (
-        x.clone().requires_grad_(),
-        (None if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]),
-    )
-    entering = None if hx is None else hx[0] if len(hx) == 1 else tuple(hx)
+    x = x.clone().requires_grad_()
+    hx = [] if hx is None else [leaf.clone().requires_grad_() for leaf in leaves_of(hx)]
+    entering = tuple(hx) if len(hx) == 2 else hx[0] if hx else None
     y, state = layer(x, entering) if resets is None else layer(x, entering, resets)
     results = [y, *leaves_of(state)]
-    return [*results, *loss_grads(results, [x, *(hx or ()), *layer.parameters()])]
+    weights = layer.parameters() if weights is None else weights
+    return [*results, *loss_grads(results, [x, *hx, *weights])]
 
 
 def random_state(layer: nn.RNNBase, lanes: int | None) -> Any:

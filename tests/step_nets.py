@@ -1,4 +1,4 @@
-"""Six kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
+"""Three kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
 
 import copy
 
@@ -8,12 +8,8 @@ from torch import Tensor, nn
 import throughtime as tt
 from brute_force import State
 
-KINDS = ("lstm", "fused", "start", "state", "rotation", "embedding")
-FEATURES, UNITS, TOKENS = 3, 4, 5
-
-
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64)
+KINDS = ("lstm", "fused", "rotation")
+FEATURES, UNITS = 3, 4
 
 
 class Chain(nn.Sequential):
@@ -21,7 +17,7 @@ class Chain(nn.Sequential):
 
     def start(self, lanes: int) -> State:
         return tuple(
-            zeros(layer.num_layers, lanes, UNITS)
+            torch.zeros(layer.num_layers, lanes, UNITS, dtype=torch.float64)
             for layer in self
             if isinstance(layer, nn.RNNBase)
             for _ in range(1 + isinstance(layer, nn.LSTM))
@@ -41,62 +37,17 @@ class Chain(nn.Sequential):
         return x.squeeze(0), tuple(after)
 
 
-class LearnedStart(nn.Module):
-    """A recurrence whose first state is a parameter."""
+class Rotation(nn.Module):
+    """Rotates its state, which starts from a parameter: gradients last for over 100 steps."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.randn(UNITS))
-        self.inside, self.outside = nn.Linear(UNITS, UNITS), nn.Linear(FEATURES, UNITS)
-        self.head = nn.Linear(UNITS, classes)
-
-    def start(self, lanes: int) -> State:
-        return (self.first.expand(lanes, UNITS),)
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        h = torch.tanh(self.inside(state[0]) + self.outside(x))
-        return self.head(h), (h,)
-
-    def initial_state(self, lanes: int) -> dict[str, Tensor]:
-        return {"h": self.first.expand(lanes, UNITS)}
-
-    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        h, outputs = state["h"], list[Tensor]()
-        for step in self.outside(x).unbind(0):
-            h = torch.tanh(self.inside(h) + step)
-            outputs.append(h)
-        return self.head(torch.stack(outputs)), {"h": h}
-
-
-class Explicit(nn.Module):
-    """A layer whose state is an argument and a result."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(FEATURES, UNITS), nn.Linear(UNITS, classes)
-
-    def start(self, lanes: int) -> State:
-        return (zeros(1, lanes, UNITS),)
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, h = self.gru(x.unsqueeze(0), state[0])
-        return self.head(torch.relu(y.squeeze(0))), (h,)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = self.gru(x, state)
-        return self.head(torch.relu(y)), h
-
-
-class Rotation(nn.Module):
-    """A linear recurrence that rotates: gradients over 100 steps are as large as those over one."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
         self.turn = nn.Linear(UNITS, UNITS, bias=False)
         self.inside, self.head = nn.Linear(FEATURES, UNITS), nn.Linear(UNITS, classes)
 
     def start(self, lanes: int) -> State:
-        return (zeros(lanes, UNITS),)
+        return (self.first.expand(lanes, UNITS),)
 
     def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         h = self.turn(state[0]) + self.inside(x)
@@ -113,10 +64,6 @@ class Rotation(nn.Module):
         return self.start(lanes)[0]
 
 
-def plain_sequential(*modules: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return nn.Sequential(*modules), Chain(*copy.deepcopy(modules))
-
-
 def fused_layers(classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
     name, layers = ("LSTM", "GRU", "RNN")[variant], 1 + variant % 2
     ours, torchs = (
@@ -130,16 +77,10 @@ def build(kind: str, classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
     """A module for the library, and one that the oracle runs, with the same names of weights."""
     match kind:
         case "lstm":
-            return plain_sequential(nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes))
+            layers = nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes)
+            return nn.Sequential(*layers), Chain(*copy.deepcopy(layers))
         case "fused":
             return fused_layers(classes, variant)
-        case "start":
-            module = LearnedStart(classes)
-        case "state":
-            module = Explicit(classes)
-        case "rotation":
-            module = Rotation(classes)
         case _:
-            front = nn.Embedding(TOKENS, UNITS), nn.GRU(UNITS, UNITS), nn.Linear(UNITS, classes)
-            return plain_sequential(*front)
+            module = Rotation(classes)
     return module, copy.deepcopy(module)

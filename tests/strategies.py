@@ -7,9 +7,8 @@ inputs small, so that a gradient does not die within the lags tested
 Shapes: `T` steps, `B` lanes, `D` = 3 input features, `H` hidden, `C` outputs.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,10 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime._metadata import PER_STEP, ChunkMetadata
 from throughtime.carry import Carried
 from throughtime.carry._laws import Law
-from throughtime.chunk import Chunk
 
 FEATURES = 3
 HIDDEN = 4
@@ -242,12 +239,7 @@ NETS = (
     Row("gru-cell", lambda: nn.GRUCell(FEATURES, HIDDEN)),
     Row("rnn-cell", lambda: nn.RNNCell(FEATURES, HIDDEN)),
     Row("sequential", _chain),
-    Row(
-        "sequential-of-user-modules",
-        lambda: nn.Sequential(HidesLayer(outputs=FEATURES), DictState(FEATURES), LearntStart()),
-    ),
     Row("hides-layer", HidesLayer),
-    Row("hides-two-layers", HidesTwoLayers),
     Row("hides-cell", HidesCell),
     Row("tensor-state", TensorState),
     Row("dict-state", DictState),
@@ -357,18 +349,4 @@ def draw_lanes(lengths: Sequence[int], wish: int) -> int:
     return max(1, min(wish, sum(lengths)))
 
 
-def shuffled(values: Sequence[int], seed: int) -> list[int]:
-    found = list(values)
-    random.Random(seed).shuffle(found)
-    return found
-
-
 Weights = dict[str, Tensor]
-Step = Callable[[Weights, Tensor, Any], tuple[Tensor, Any]]
-
-
-def without_resets(chunk: Chunk) -> Chunk:
-    """The steps of a chunk as those of recordings that go on."""
-    resets, *others = (getattr(chunk.metadata, name)[chunk.span] for name in PER_STEP)
-    metadata = ChunkMetadata.of(torch.zeros_like(resets), *others)
-    return replace(chunk, metadata=metadata, start=0, stop=chunk.steps)

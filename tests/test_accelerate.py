@@ -70,10 +70,8 @@ def accelerated(
 ) -> dict[str, Any]:
     """Weights and learning rate after so many updates with the adapter."""
     net, optimizer, scheduler = prepare(accelerator, *parts(dtype))
-    run, done = (
-        updates(accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or POLICY),
-        0,
-    )
+    run = updates(accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or POLICY)
+    done = 0
     while done < COUNT:
         for _ in run:
             accelerator.clip_grad_norm_(net.parameters(), 0.05)
@@ -106,10 +104,8 @@ def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(
     several: int, policy: Policy
 ) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=several)
-    result, expected = (
-        accelerated(accelerator, gradient=policy),
-        plain(several=several, gradient=policy),
-    )
+    result = accelerated(accelerator, gradient=policy)
+    expected = plain(several=several, gradient=policy)
     assert apart(result["weights"], expected["weights"]) < 1e-12
     assert result["lr"] == expected["lr"] == pytest.approx([0.5 * 0.7**2])
     assert apart(plain(several=several + 1)["weights"], expected["weights"]) > 1e-4
@@ -123,27 +119,24 @@ def test_mixed_precision_is_that_of_torch_autocast() -> None:
     assert apart(result, full) > 1e-5  # a mutant: no autocast
 
 
-def test_accumulate_around_the_body_is_refused() -> None:
+def test_what_an_accelerator_must_not_do_is_refused() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net, optimizer, _ = prepare(accelerator, *parts())
-    run = iter(updates(accelerator, net, stream(), LOSS, gradient=POLICY))
-    next(run)
+    run = updates(accelerator, net, stream(), LOSS, gradient=POLICY)
+    position = run.state_dict()["positions"][0]
+    with pytest.raises(DataError, match=r"positions of 2 processes, .* and there are 1"):
+        run.load_state_dict({"positions": [position, position]})
+    next(iter(run))
     with accelerator.accumulate(net):
         optimizer.step()
     with pytest.raises(ConfigError, match=r"accelerator.accumulate.* leave it out"):
-        next(run)
-
-
-def test_an_accelerator_that_compiles_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"compiles the net.* leave dynamo_backend"):
-        prepare(Accelerator(cpu=True, dynamo_backend="eager"), *parts())
-
-
-def test_accelerators_that_shard_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
+        next(iter(run))
     accelerator.state.distributed_type = DistributedType.FSDP
     with pytest.raises(ConfigError, match="of type FSDP, which adds up or shards"):
         prepare(accelerator, *parts())
+    forget()
+    with pytest.raises(ConfigError, match=r"compiles the net.* leave dynamo_backend"):
+        prepare(Accelerator(cpu=True, dynamo_backend="eager"), *parts())
 
 
 def run_updates(
@@ -158,12 +151,8 @@ def run_updates(
     accelerator.free_memory()
     accelerator._custom_objects.clear()  # what a new process would not have
     net, optimizer, scheduler = prepare(accelerator, *parts())
-    run, done = (
-        updates(
-            accelerator, net, stream(lanes), LOSS, gradient=gradient or tt.Truncated(STRIDE, 15)
-        ),
-        first,
-    )
+    policy, done = gradient or tt.Truncated(STRIDE, 15), first
+    run = updates(accelerator, net, stream(lanes), LOSS, gradient=policy)
     accelerator.register_for_checkpointing(run)
     if first:
         torch.manual_seed(9)  # another state than the one that was saved
@@ -197,17 +186,6 @@ def test_saved_and_loaded_states_resume_to_the_bit(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=several)
     whole = run_updates(accelerator, tmp_path / "whole", 4, 0, COUNT, gradient)
     assert apart(stopped(accelerator, tmp_path / "law", 4, gradient), whole) == 0
-
-
-def test_positions_of_another_number_of_processes_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    net, _, _ = prepare(accelerator, *parts())
-    run = updates(accelerator, net, stream(), LOSS, gradient=POLICY)
-    position = run.state_dict()["positions"][0]
-    with pytest.raises(
-        DataError, match=r"positions of 2 processes, .* and there are 1: start as many again"
-    ):
-        run.load_state_dict({"positions": [position, position]})
 
 
 def nothing_before() -> None:

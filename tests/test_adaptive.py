@@ -122,10 +122,9 @@ def measured(net: Carried, data: PolicyData, state: Any, policy: tt.Truncated) -
     return (sizes[0] / sizes[1]).item()
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("least", [3, 13])
-@pytest.mark.parametrize("stride", [None, 1, 3])
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    ("stride", "warm", "least"), [(None, False, 3), (1, True, 13), (3, True, 3)]
+)
 def test_biases_are_those_on_the_steps_ahead(stride: int | None, warm: bool, least: int) -> None:
     """At fixed weights, from the carried state, also where windows reach back to the start."""
     net, source = named("hides-layer").net(), stream(80, 60)
@@ -151,9 +150,7 @@ def test_biases_are_those_on_the_steps_ahead(stride: int | None, warm: bool, lea
         assert bias == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("stride", [None, 2])
+@pytest.mark.parametrize(("stride", "training"), [(None, True), (2, False)])
 def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
     stride: int | None, training: bool
 ) -> None:

@@ -7,17 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import throughtime as tt
 from quick import examples
 from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds
 from throughtime.chunk import Chunk, Placement, join
-from throughtime.errors import DataError
 from throughtime.stream._queue import ChunkQueue
 
 LONGEST = 1000
@@ -72,12 +69,6 @@ def series_faults(chunk: Chunk) -> list[str]:
                 if got.shape != value.shape or not np.array_equal(got, value):
                     faults.append(f"{name} at {step}, {lane}: {got}, expected {value}")
     return faults
-
-
-def equal(part: Tensor | None, whole: Tensor | None, column: slice) -> bool:
-    if part is None or whole is None:
-        return part is whole
-    return torch.equal(part.nan_to_num(), whole[:, column].nan_to_num())
 
 
 def end_faults(chunk: Chunk, lengths: Sequence[int]) -> list[str]:
@@ -161,13 +152,8 @@ def test_slices_and_joined_slices_keep_series_and_ends(cuts: list[int], lanes: i
         assert (part.any_reset, part.valid_steps) == (part.resets.any(), part.mask.sum())
         outputs = torch.arange(part.steps * lanes * 2.0).view(part.steps, lanes, 2)
         assert torch.equal(part.valid_pairs(outputs)[0], outputs[part.mask])
-    apart = [chunk_of(part) for part in parts]  # with metadata of their own
+    apart = [pickle.loads(pickle.dumps(part)) for part in parts]  # with metadata of their own
     assert all_faults([join(apart)], lengths) == []
-
-
-def chunk_of(chunk: Chunk) -> Chunk:
-    """The same chunk, in other memory."""
-    return pickle.loads(pickle.dumps(chunk))  # of ours
 
 
 def test_chunks_from_an_iterator_are_cut_with_their_series() -> None:
@@ -181,17 +167,11 @@ def test_chunks_from_an_iterator_are_cut_with_their_series() -> None:
         assert all_faults(chunks, lengths) == []
 
 
-# --- by hand ------------------------------------------------------------------------------------
-
-
 def test_runs_of_a_chunk_by_hand_break_at_resets_and_where_recordings_change() -> None:
     recording = torch.tensor([0, 0, 1, 1, 1, 2, -1])[:, None]
     resets = torch.tensor([1, 0, 0, 0, 1, 1, 0])[:, None].bool()
     chunk = Chunk.from_tensors(torch.zeros(7, 1, 1), resets=resets, recording=recording)
     assert [run.steps for _, run in chunk.runs()] == [2, 2, 1, 1]
-
-
-# --- types --------------------------------------------------------------------------------------
 
 
 def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:
@@ -204,27 +184,6 @@ def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:
     assert cast.ends.tolist() == chunk.ends.tolist()
     moved = chunk[1:4].to(torch.device("meta"))
     assert {moved[name].device.type for name in SERIES} == {"meta"}
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-X = np.zeros((8, 2))
-BAD: list[Any] = [
-    [{"inputs": X, "weight": X[:, 0]}, {"inputs": X}],
-    [{"inputs": X, "w": X[:, 0]}, {"inputs": X, "w": X}],
-    {"inputs": X, "weight": X[:7, 0]},
-    {"inputs": X, "mask": X[:, 0]},  # a name that every chunk has
-    {"inputs": X, "target": X[:, 0]},  # targets
-]
-
-
-def test_what_cannot_travel_is_refused() -> None:
-    for data in BAD:
-        with pytest.raises(DataError):
-            list(tt.Stream(data, 1, 8, seed=None))
-
-
-# --- mutants ------------------------------------------------------------------------------------
 
 
 def test_steps_of_a_missing_class_do_not_count() -> None:

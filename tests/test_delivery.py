@@ -86,9 +86,7 @@ class Decayed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [tt.Exact(chunk=4), tt.Truncated(30), tt.Truncated(30, 31)],
-    ids=["exact", "truncated", "overlapping"],
+    "policy", [tt.Exact(chunk=4), tt.Truncated(30), tt.Truncated(30, 31)], ids=str
 )
 def test_weights_of_the_loss_get_the_gradient_of_plain_autograd_once(policy: Policy) -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0, masked=0.3)

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import throughtime as tt
-from throughtime import _device
-from throughtime.carry import Carried
 from throughtime.testing import check_no_leak
 
 
@@ -30,17 +28,14 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, touched)
 
 
-def net_with_dropout() -> Carried:
-    return tt.carry(nn.Sequential(nn.LSTM(3, 4, 2, dropout=0.3), nn.Dropout(0.2), nn.Linear(4, 1)))
-
-
 def stream() -> tt.Stream:
     recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n, 1)} for n in (30, 20)]
     return tt.Stream(recordings, lanes=2, chunk=10)
 
 
 def train_and_check() -> None:
-    net = net_with_dropout()
+    layers = nn.LSTM(3, 4, 2, dropout=0.3), nn.Dropout(0.2), nn.Linear(4, 1)
+    net = tt.carry(nn.Sequential(*layers))
     policies: list[Any] = [tt.Exact(), tt.Truncated(5, 15)]
     for policy in policies:
         losses = [u.loss for u in tt.updates(net, stream(), nn.MSELoss(), gradient=policy)]
@@ -51,14 +46,3 @@ def train_and_check() -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_net_on_the_cpu_touches_no_gpu() -> None:
     train_and_check()
-
-
-def test_forked_generators_return_to_their_state() -> None:
-    cpu = torch.device("cpu")
-    before = torch.get_rng_state()
-    with _device.fork_rng(cpu):
-        _device.seed_generators(7, cpu)
-        drawn = torch.rand(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(3), drawn)

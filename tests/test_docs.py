@@ -185,10 +185,8 @@ SMALLER = (
 )
 
 
-@pytest.mark.parametrize(
-    "page",  # the others read long recordings
-    [p if p == "forecasting" else pytest.param(p, marks=pytest.mark.slow) for p in COMMANDS],
-)
+@pytest.mark.slow  # most read long recordings
+@pytest.mark.parametrize("page", COMMANDS)
 def test_the_blocks_of_a_recipe_run(page: str, reader: Reader) -> None:
     if page != "forecasting" and not DATA.is_dir():  # it generates its data
         pytest.skip("the data sets are not in ../shared/data")
@@ -209,16 +207,15 @@ def test_the_recipe_in_python_finds_the_alarms_and_answers_live_as_offline(
     assert len(reader.names["answers"]) == 500
 
 
-@pytest.mark.parametrize("page", COMMANDS)
-def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
-    lines = lines_of(f"{RECIPES}/{page}.md")
-    assert len(lines) == COMMANDS[page]
-    for line in lines:
-        command, *words = shlex.split(line)[1:]
-        flags = {
-            f for p in cli.commands.commands[command].params for f in (*p.opts, *p.secondary_opts)
-        }
-        assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line
+def test_the_commands_of_recipes_have_flags_that_exist() -> None:
+    for page, count in COMMANDS.items():
+        lines = lines_of(f"{RECIPES}/{page}.md")
+        assert len(lines) == count
+        for line in lines:
+            command, *words = shlex.split(line)[1:]
+            parameters = cli.commands.commands[command].params
+            flags = {f for p in parameters for f in (*p.opts, *p.secondary_opts)}
+            assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line
 
 
 def test_every_page_and_file_that_is_named_exists() -> None:

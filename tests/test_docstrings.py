@@ -4,48 +4,33 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 import throughtime as tt
 
 INTEGRATIONS = ("lightning", "ignite", "accelerate")
 
 
-def names_of(module: Any) -> list[str]:
-    """The public names of a module: `__all__`, or what it defines."""
-    return getattr(module, "__all__", None) or [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-    ]
+def members(module: Any) -> Iterator[tuple[str, Any]]:
+    """What a module lists in `__all__`, or else defines."""
+    own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    for name in getattr(module, "__all__", own):
+        if not name.startswith("_"):  # of Ignite's own API
+            yield f"{module.__name__}.{name}", getattr(module, name)
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Every class and function of the API reference by its name there."""
-    modules = {name: getattr(tt, name) for name in tt.__all__ if name in tt._MODULES}
+    """Every class and function of the API by its name there."""
     for name in INTEGRATIONS:
-        modules[f"integrations.{name}"] = importlib.import_module(
-            f"throughtime.integrations.{name}"
-        )
+        yield from members(importlib.import_module(f"throughtime.integrations.{name}"))
     for name in tt.__all__:
-        if name != "__version__" and name not in modules:  # a module is not a name of its own
+        if name in tt._MODULES:
+            yield from members(getattr(tt, name))
+        elif name != "__version__":
             yield name, getattr(tt, name)
-    page = (Path(tt.__file__).parents[2] / "docs/reference/api.md").read_text(encoding="utf-8")
-    for module, name in re.findall(r"^   ([\w.]+)\.([A-Z]\w*)$", page, re.MULTILINE):
-        yield name, getattr(importlib.import_module(f"throughtime.{module}"), name)
-    for module, loaded in modules.items():
-        for name in names_of(loaded):
-            if name.startswith("_"):  # of Ignite's own API
-                continue
-            yield f"{module}.{name}", getattr(loaded, name)
 
 
 NAMES = dict(public())
-FUNCTIONS = {name: value for name, value in NAMES.items() if inspect.isfunction(value)}
-CLASSES = {name: value for name, value in NAMES.items() if inspect.isclass(value)}
 
 
 def section(value: Any, title: str) -> str | None:
@@ -61,25 +46,23 @@ def entries(value: Any, *titles: str) -> set[str]:
     return set(re.findall(r"^    \*{0,2}(\w+):", "".join(found), re.MULTILINE))
 
 
-def parameters(value: Any) -> set[str]:
-    return {name for name in inspect.signature(value).parameters if name not in {"self", "cls"}}
+def test_functions_describe_their_arguments_and_result_and_show_an_example() -> None:
+    for name, function in NAMES.items():
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            given = set(signature.parameters) - {"self", "cls"}
+            assert given <= entries(function, "Args"), name
+            yields = section(function, "Returns") or section(function, "Yields")
+            assert yields or signature.return_annotation is None, name
+            assert ">>>" in (section(function, "Example") or ""), name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_describes_its_arguments_its_result_and_shows_an_example(name: str) -> None:
-    function = FUNCTIONS[name]
-    assert parameters(function) <= entries(function, "Args")
-    result = inspect.signature(function).return_annotation
-    assert section(function, "Returns") or section(function, "Yields") or result is None
-    assert ">>>" in (section(function, "Example") or "")
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_describes_what_it_takes_and_what_it_has(name: str) -> None:
+def test_classes_describe_what_they_take_and_what_they_have() -> None:
     """Arguments or attributes, or an example; of a protocol the laws, of the rest its maker."""
-    described = entries(CLASSES[name], "Args", "Attributes")
-    text = inspect.getdoc(CLASSES[name]) or ""
-    laws = getattr(CLASSES[name], "_is_protocol", False) and "these laws" in text
-    assert described or ">>>" in text or laws or "Made by" in text
-    fields: dict[str, Any] = getattr(CLASSES[name], "__dataclass_fields__", {})
-    assert {field for field in fields if not field.startswith("_")} <= described
+    for name, kind in NAMES.items():
+        if inspect.isclass(kind):
+            described, text = entries(kind, "Args", "Attributes"), inspect.getdoc(kind) or ""
+            laws = getattr(kind, "_is_protocol", False) and "these laws" in text
+            assert described or ">>>" in text or laws or "Made by" in text, name
+            fields: dict[str, Any] = getattr(kind, "__dataclass_fields__", {})
+            assert {field for field in fields if not field.startswith("_")} <= described, name

@@ -53,17 +53,10 @@ def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Drawing:
     return draw(first + second if both else second, net)
 
 
-def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: bool) -> Drawing:
+def layer(kind: type[nn.LSTM], dtype: torch.dtype) -> Drawing:
     net, x = kind(3, 4, num_layers=2).to(dtype), torch.randn(7, 2, 3, dtype=dtype)
     y, state = net(x)
     y.pow(2).mean()  # a loss of its own
-    state = (
-        tuple(s.detach() for s in state)
-        if cut and isinstance(state, tuple)
-        else state.detach()
-        if cut
-        else state
-    )
     return draw(net(x, state)[0].pow(2).mean(), net)
 
 
@@ -98,14 +91,8 @@ KNOWN: dict[str, tuple[Callable[[], Drawing], list[int], list[tuple[int, int]], 
         [],
         1,
     ),
-    "LSTM layer, one node a call": (
-        lambda: layer(nn.LSTM, torch.float32, cut=False),
-        [7, 7],
-        [(0, 1)],
-        0,
-    ),
-    "fused LSTM": (lambda: layer(tt.nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
-    "fused LSTM, cut": (lambda: layer(tt.nn.LSTM, D, cut=True), [7], [], 0),
+    "LSTM layer, one node a call": (lambda: layer(nn.LSTM, torch.float32), [7, 7], [(0, 1)], 0),
+    "fused LSTM": (lambda: layer(tt.nn.LSTM, D), [7, 7], [(0, 1)], 0),
     "cut chunks in one loss": (outputs_joined, [9, 9, 9], [], 0),
     "losses on the way": (losses_on_the_way, [10] * 4, [], 3),
 }

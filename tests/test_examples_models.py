@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -61,7 +60,6 @@ EXAMPLES = (
         "state_space", "Mamba", symbols, 0.1, tolerance=2e-6
     ),  # it scans in float32 whatever the model
 )
-every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
 
 @pytest.mark.parametrize(
@@ -73,25 +71,8 @@ def test_an_example_learns(example: Example) -> None:
     assert example.names()["main"]() < example.bound
 
 
-@every_example
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
     torch.manual_seed(1)
     laws = tt.testing.check_carry(example.net(), example.inputs(28), tolerance=example.tolerance)
     assert {"whole", "reset", "lanes", "value", "credit"} < {law.name for law in laws}
-
-
-@pytest.mark.slow
-@every_example
-def test_an_example_is_exported_step_by_step(example: Example, tmp_path: Path) -> None:
-    net, x = example.net().float().eval(), example.inputs(50)
-    x = x.float() if x.is_floating_point() else x
-    written = tt.export(net, tmp_path / "net.onnx", inputs=x, steps=300)
-    assert written.verification is not None
-    assert written.verification.error < 1e-5
-    session = tt.deploy.Session(tmp_path / "net.onnx", 2, on_nan="hold")
-    predictor = tt.Predictor(net, 2, on_nan="hold")
-    if x.is_floating_point():
-        x[10, 0].fill_(torch.nan)
-    for part in x.split([1, 2, 7, 40]):
-        expected = predictor(part).numpy()
-        np.testing.assert_allclose(session(part.numpy()), expected, atol=1e-5, equal_nan=True)

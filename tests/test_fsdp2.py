@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import throughtime as tt
+from plain_loop import plain_loop
 from processes import example, in_processes
 from strategies import apart, recordings
 from throughtime.carry import Carried
@@ -67,25 +68,11 @@ def trained(
     stop: int | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and losses after so many updates; after `stop` of them with a new stream."""
-    optimizer, losses = torch.optim.Adam(net.parameters(), 0.01), list[float]()
-    stream = stream_of(lanes, data)
-    run = tt.updates(net, stream, LOSS, gradient=policy)
-    while len(losses) < COUNT:
-        for update in run:
-            losses.append(update.loss.item())
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
-            if len(losses) == COUNT:
-                break
-            if len(losses) == stop:
-                position, stream = run.state_dict(), stream_of(lanes, data)
-                run = tt.updates(net, stream, LOSS, gradient=policy)
-                run.load_state_dict(position)
-                break
-        else:
-            run = tt.updates(net, stream, LOSS, gradient=policy)
-    return whole(net), losses
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    resume = (stop, lambda: stream_of(lanes, data)) if stop else None
+    options: dict[str, Any] = {"stop": COUNT, "clip": 0.3, "resume": resume}
+    records = plain_loop(net, stream_of(lanes, data), optimizer, policy, **options)
+    return whole(net), [loss for loss, _ in records]
 
 
 def gaps() -> list[dict[str, Any]]:

@@ -53,14 +53,13 @@ class Takes(nn.Module):
 
 
 FUSED = (
-    Row("lstm", lambda: nn.LSTM(FEATURES, HIDDEN)),
     Row("chain", lambda: nn.Sequential(nn.GRU(FEATURES, 5, 2), nn.RNN(5, HIDDEN), nn.Tanh())),
     Row("batch-first", lambda: nn.Sequential(nn.LSTM(FEATURES, 5, batch_first=True))),
     Row("hides-layer", lambda: HidesLayer(batch_first=True)),
     Row("takes-resets", Takes),
     Row("hidden-in-a-chain", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), HidesTwoLayers())),
 )
-WHOLE = {"lstm", "chain", "batch-first"}
+WHOLE = {"chain", "batch-first"}
 
 
 def fused(row: Row) -> Carried:

@@ -116,23 +116,3 @@ def test_ranks_play_every_step_once_in_order(
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
     check_ranks(tables, lengths, -(-tables[0].steps // part_count))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
-    wish=st.integers(1, 6),
-    seed=seeds,
-    ranks=rank_counts,
-)
-def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
-    lengths: list[int], wish: int, seed: int, ranks: int
-) -> None:
-    lanes = max(1, lanes_for(lengths, wish, ranks))
-    ranks = min(ranks, sum(lengths) // lanes)
-    tables = plans(lengths, lanes, ranks, seed)
-    going_on = [
-        any(p.age > 0 for p in slices_of(tables, at, at + 1)) for at in range(tables[0].steps)
-    ]
-    assert list(tables[0].common_resets) == [at for at, goes in enumerate(going_on) if not goes] + [
-        tables[0].steps
-    ]

@@ -79,22 +79,14 @@ def ignoring() -> Carried:
     return IgnoresResets(net.module, net.adapter)
 
 
+def breaking(make: Callable[[], nn.Module]) -> Carried:
+    return lawless(tt.carry(make().double()), inputs(3, 2))
+
+
 MUTANTS: dict[str, tuple[Callable[[], Carried], int, str]] = {
-    "ignores resets": (
-        ignoring,
-        1,
-        "It plays after it on a lane: a reset ignored, or a state kept in the module",
-    ),
-    "keeps a state": (
-        lambda: lawless(tt.carry(KeepsState().double()), inputs(3, 2)),
-        1,
-        "a state kept in the module",
-    ),
-    "mixes lanes": (
-        lambda: lawless(tt.carry(MixesLanes().double()), inputs(3, 2)),
-        5,
-        "It plays on another lane: BatchNorm or another mean over lanes",
-    ),
+    "ignores resets": (ignoring, 1, "It plays after it on a lane: a reset ignored"),
+    "keeps a state": (lambda: breaking(KeepsState), 1, "a state kept in the module"),
+    "mixes lanes": (lambda: breaking(MixesLanes), 5, "BatchNorm or another mean over lanes"),
 }
 
 
@@ -102,13 +94,8 @@ MUTANTS: dict[str, tuple[Callable[[], Carried], int, str]] = {
 def test_leak_is_reported_with_recordings_position_size_and_cause(
     make: Callable[[], Carried], lanes: int, cause: str
 ) -> None:
-    with pytest.raises(
-        LawError,
-        match=(
-            r"recording 'r\d' leaks into 'r\d'.* move by .* first at its step \d+ \(lane \d, step"
-            r" \d+ of the"
-        ),
-    ) as e:
+    message = r"'r\d' leaks into 'r\d'.* move by .* first at its step \d+ \(lane \d, step"
+    with pytest.raises(LawError, match=message) as e:
         check_no_leak(stream_of(lanes), make())
     assert cause in str(e.value)
 
@@ -125,7 +112,7 @@ def test_a_check_without_meaning_is_refused() -> None:
     with pytest.raises(ModelError, match=r"tt\.carry"):
         check_no_leak(stream_of(), nn.GRU(3, 4))  # pyright: ignore[reportArgumentType]
     with pytest.raises(LawError, match="change none of its own outputs"):
-        check_no_leak(stream_of(), lawless(tt.carry(Blind().double()), inputs(3, 2)))
+        check_no_leak(stream_of(), breaking(Blind))
     with pytest.raises(DataError, match="no other that it could leak"):
         check_no_leak(tt.Stream(recordings([9]), 3, 4), net)
     wrongs: list[dict[str, Any]] = [

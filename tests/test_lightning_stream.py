@@ -1,4 +1,4 @@
-"""Training on a stream under Lightning gives the plain loop's weights to the bit.
+"""Training on a stream under Lightning gives the plain loop's weights to the bit, resumed anywhere.
 
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
@@ -6,73 +6,134 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import throughtime as tt
 from plain_loop import Growing, plain_loop
 from strategies import recordings
-from throughtime.errors import ConfigError, DataError
-from throughtime.gradient import Policy
-from throughtime.integrations.lightning import Loader
+from throughtime.carry import Carried
+from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.gradient import Policy, Update
 
 pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from throughtime.integrations.lightning import Loader, StreamModule
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*smaller than the logging interval.*",  # few batches an epoch, on purpose
+    "ignore:.*no .val_dataloader.*",  # trained without validation, on purpose
+    "ignore:Be aware that when using .ckpt_path.",  # resumed without the callback that saved
+    "ignore:Checkpoint directory .* exists and is not empty",  # several trainings in one folder
 )
-
-from lightning_streams import (
-    EXPECTED,
-    LR,
-    Module,
-    fitted,
-    loader_of_validation,
-    net_of,
-    plain,
-    stream_of,
-    trainer_of,
-    weights,
-)
-
-pytestmark = EXPECTED
+LENGTHS = (150, 90, 205, 33)
+LR = 1e-2
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "horizon": lambda: tt.Truncated(7, 25),
-    "exact": tt.Exact,
-    "growing": lambda: Growing(4),
-}
+def net_of(dropout: float = 0.0) -> Carried:
+    torch.manual_seed(1)
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Dropout(dropout), nn.Linear(4, 1))).double()
+
+
+def stream_of(lanes: int = 2, seed: int = 0, **options: Any) -> tt.Stream:
+    return tt.Stream(recordings(LENGTHS, seed=seed, outputs=1), lanes, 10, **options)
+
+
+class Module(StreamModule):
+    """The net with Adam, and a scheduler if asked for."""
+
+    def __init__(
+        self,
+        net: Carried | None = None,
+        *,
+        scheduler: Callable[[Any], dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        options = {"gradient": tt.Truncated(10, 25)} | options
+        super().__init__(net_of() if net is None else net, nn.MSELoss(), **options)
+        self.scheduler = scheduler
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), LR)
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+
+    def on_update(self, update: Update) -> None:
+        assert update.steps > 0
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def trainer_of(folder: Path, **options: Any) -> Trainer:
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    settings: dict[str, Any] = {**quiet, "max_epochs": 2, **options}
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **settings)
+
+
+def weights(net: nn.Module) -> Tensor:
+    """On the CPU, where Lightning leaves a net that it has fitted."""
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).cpu()
+
+
+@cache
+def plain(
+    policy: Callable[[], Policy] = lambda: tt.Truncated(10, 25),
+    *,
+    epochs: int = 2,
+    stop: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """The loop by hand."""
+    net, stream = net_of(dropout), stream_of()
+    optimizer = torch.optim.Adam(net.parameters(), LR)
+    torch.manual_seed(5)
+    plain_loop(net, stream, optimizer, policy(), epochs=epochs, stop=stop, **options)
+    return weights(net)
+
+
+def fitted(folder: Path, module: Module, *, chunks: int = 4, **options: Any) -> Tensor:
+    torch.manual_seed(5)
+    trainer_of(folder, **options).fit(module, Loader(stream_of(), chunks))
+    return weights(module.net)
+
+
+def loader_of_validation() -> Loader:
+    return Loader(stream_of(1, seed=3), 6)
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("horizon", 1), ("horizon", 1000), ("exact", 4), ("growing", 4)]
+    ("policy", "chunks"), [(tt.Truncated(7, 25), 1000), (tt.Exact(), 1), (Growing(4), 4)], ids=str
 )
 def test_weights_are_those_of_the_plain_loop_to_the_bit(
-    name: str, chunks: int, tmp_path: Path
+    policy: Policy, chunks: int, tmp_path: Path
 ) -> None:
-    mine = fitted(tmp_path, Module(gradient=POLICIES[name]()), chunks=chunks)
-    assert torch.equal(mine, plain(POLICIES[name]))
+    mine = fitted(tmp_path, Module(gradient=policy), chunks=chunks)
+    assert torch.equal(mine, plain(lambda: policy))
     assert not torch.equal(mine, weights(net_of()))
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.05}, {"clip": 0.05, "accumulate": 3}], ids=str)
-def test_clipping_and_accumulation_are_those_of_the_plain_loop(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_clipping_and_accumulation_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clip": 0.05, "accumulate": 3}
     mine = fitted(tmp_path, Module(**options))
     assert torch.equal(mine, plain(**options))
-    assert not torch.equal(mine, plain())
+    assert not torch.equal(mine, plain(accumulate=3))
 
 
-@pytest.mark.parametrize("stop", [6, 31])
-def test_max_steps_stops_after_that_many_updates(stop: int, tmp_path: Path) -> None:
-    mine = fitted(tmp_path, Module(), max_steps=stop, max_epochs=-1)
-    assert torch.equal(mine, plain(stop=stop))
+def test_max_steps_stops_after_that_many_updates(tmp_path: Path) -> None:
+    mine = fitted(tmp_path, Module(), max_steps=31, max_epochs=-1)
+    assert torch.equal(mine, plain(stop=31))
 
 
 def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) -> None:
@@ -171,19 +232,12 @@ def test_mixed_precision_is_that_of_autocast(tmp_path: Path) -> None:
 
 
 def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=(
-            r"hands out a Chunk, expected a batch of a stream.*Loader\(tt\.Stream\(recordings,"
-            r" lanes, chunk\), chunks=20\)"
-        ),
-    ):
+    with pytest.raises(DataError, match=r"expected a batch of a stream.*Loader\(tt\.Stream\("):
         trainer_of(tmp_path).fit(Module(), stream_of())
     with pytest.raises(DataError, match=r"got a list, expected a tt\.Stream"):
         Loader([1, 2])  # pyright: ignore[reportArgumentType]
-    for wrong in (0, 1.5):
-        with pytest.raises(ConfigError, match=r"chunks=.*at least 1"):
-            Loader(stream_of(), wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"chunks=.*at least 1"):
+        Loader(stream_of(), 0)
 
 
 class Two(Module):
@@ -203,19 +257,102 @@ def test_what_manual_optimization_cannot_do_is_refused_at_the_start(tmp_path: Pa
         ):
             fitted(tmp_path, kind())
     saver = ModelCheckpoint(tmp_path, train_time_interval=timedelta(minutes=1))
+    trainer = trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True)
     with pytest.raises(ConfigError, match="train_time_interval"):
-        trainer_of(tmp_path, callbacks=[saver], enable_checkpointing=True).fit(
-            Module(), Loader(stream_of(), 4)
-        )
-
-
-def test_one_stream_for_training_and_validation_is_refused(tmp_path: Path) -> None:
-    stream, module = stream_of(), Module()
+        trainer.fit(Module(), Loader(stream_of(), 4))
+    loader = Loader(stream_of(), 4)
     with pytest.raises(DataError, match="is the one that is trained on"):
-        trainer_of(tmp_path, num_sanity_val_steps=0).fit(
-            module, Loader(stream, 4), Loader(stream, 4)
+        trainer_of(tmp_path, num_sanity_val_steps=0).fit(Module(), loader, loader)
+
+
+UPDATES = 24  # of an epoch, in 12 training steps
+
+
+def resumed(folder: Path, at: int, *, max_epochs: int, **settings: Any) -> Tensor:
+    """Train to the end of the epoch of update `at`, save, continue in a new module and trainer."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
+    module, trainer = (
+        Module(net_of(0.3), **settings),
+        trainer_of(
+            folder, enable_checkpointing=True, callbacks=[saver], max_epochs=-(-at // UPDATES)
+        ),
+    )
+    torch.manual_seed(5)
+    trainer.fit(module, Loader(stream_of(), 2), loader_of_validation())
+    path = folder / f"step={at}.ckpt"
+    module = Module(net_of(0.3), **settings)
+    torch.manual_seed(99)
+    trainer_of(folder, max_epochs=max_epochs).fit(
+        module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path
+    )
+    return weights(module.net)
+
+
+@pytest.mark.parametrize(("at", "policy"), [(3, tt.Truncated(10, 25)), (27, Growing(4))], ids=str)
+def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(
+    at: int, policy: Any, tmp_path: Path
+) -> None:
+    expected = plain(lambda: policy, epochs=3, dropout=0.3)
+    assert torch.equal(resumed(tmp_path, at, max_epochs=3, gradient=policy), expected)
+
+
+def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
+    module = Module()
+    torch.manual_seed(5)
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(
+        module, Loader(stream_of(), 4)
+    )
+    assert torch.equal(weights(module.net), plain())
+    assert {int(path.stem.split("=")[1]) for path in tmp_path.glob("*.ckpt")} == {10, 20, 30, 40}
+
+
+def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    trainer, again = trainer_of(tmp_path, max_steps=6, max_epochs=-1), Module()
+    torch.manual_seed(5)
+    trainer.fit(Module(), Loader(stream_of(), 4))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    trainer_of(tmp_path, max_steps=40, max_epochs=-1).fit(
+        again, Loader(stream_of(), 4), ckpt_path=tmp_path / "after.ckpt"
+    )
+    assert torch.equal(weights(again.net), plain(stop=40))
+
+
+class Failing(Module):
+    """Fails once, between an update and its step."""
+
+    def on_update(self, update: Update) -> None:
+        super().on_update(update)
+        if len(self.rates) == 11:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available.*")
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model.*"
+)  # Lightning, of any fit with OnExceptionCheckpoint
+def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path) -> None:
+    saver = OnExceptionCheckpoint(tmp_path, "failed")
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver]).fit(
+            Failing(), Loader(stream_of(), 4)
         )
-    (values,) = trainer_of(tmp_path).validate(
-        module, Loader(stream, 4), verbose=False
-    )  # after the fit it may be played
-    assert values["val_loss"] > 0
+    module = Module()
+    trainer_of(tmp_path).fit(module, Loader(stream_of(), 4), ckpt_path=tmp_path / "failed.ckpt")
+    assert torch.equal(weights(module.net), plain())
+
+
+def test_a_checkpoint_without_a_position_or_of_two_ranks_is_refused(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
+        Module(), Loader(stream_of(), 2)
+    )
+    path = tmp_path / "step=8.ckpt"
+    saved = torch.load(path, weights_only=False)
+    for positions, message in (
+        (saved["throughtime"] * 2, "written by 2 ranks, and 1 continue from it"),
+        ([], "the checkpoint of step 8 holds no position in a stream"),
+    ):
+        torch.save(saved | {"throughtime": positions}, path)
+        with pytest.raises(RunError, match=message):
+            trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=path)

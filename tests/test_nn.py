@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, rnn
+from torch.nn.utils import rnn
 
 import throughtime as tt
 from recurrences import (
@@ -83,13 +83,7 @@ def test_every_combination_is_torch_s(
 
 
 def _double(hx: Any) -> Any:
-    return (
-        None
-        if hx is None
-        else hx.double()
-        if isinstance(hx, Tensor)
-        else tuple(leaf.double() for leaf in hx)
-    )
+    return None if hx is None else tt.state.map_leaves(Tensor.double, hx)
 
 
 class Alone(nn.Module):
@@ -186,9 +180,7 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
         (good, _double(state)),
     ]
     for x, hx in cases:
-        with pytest.raises(
-            (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
-        ) as expected:
+        with pytest.raises(Exception) as expected:  # noqa: PT011  # any
             plain(x, hx)
         with pytest.raises(type(expected.value)) as actual:
             fused(x, hx)
@@ -202,49 +194,9 @@ def test_what_does_not_fit_is_refused_as_torch_refuses_it(name: str) -> None:
 def test_resets_that_do_not_fit_are_refused_with_the_line_to_write(name: str) -> None:
     fused = LAYERS[name][1](4, 6)
     x = torch.randn(5, 2, 4)
-    for resets in (
-        torch.zeros(2, 5, dtype=torch.bool),
-        torch.zeros(5, 2),
-    ):
-        with pytest.raises(
-            DataError, match=r"resets are .*expected .*torch\.bool.*resets\.bool\(\)"
-        ):
+    for resets in (torch.zeros(2, 5, dtype=torch.bool), torch.zeros(5, 2)):
+        with pytest.raises(DataError, match=r"resets are .*expected .*resets\.bool\(\)"):
             fused(x, None, resets)
     packed = rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
     with pytest.raises(DataError, match="each packed sequence starts from its own state"):
         fused(packed, None, torch.zeros(5, 2, dtype=torch.bool))
-
-
-@every_layer
-def test_weights_put_in_from_outside_are_used(name: str) -> None:
-    """Parametrizations, pruning: weights that are not plain parameters."""
-    layers = twin_layers(name, 4, 6, dtype=torch.float64)
-    x = torch.randn(7, 3, 4, dtype=torch.float64)
-    for layer in layers:
-        parametrizations.weight_norm(layer, "weight_hh_l0")
-        prune.l1_unstructured(layer, "weight_ih_l0", amount=0.5)
-    assert fused_runs(layers[1], x)
-    assert max_difference(*(call_and_grad(layer, x) for layer in layers)) < 1e-12
-
-
-@every_layer
-def test_transforms_of_torch_func_see_through(name: str) -> None:
-    _, fused = twin_layers(name, 4, 6, dtype=torch.float64)
-    x, resets = torch.randn(3, 7, 3, 4, dtype=torch.float64), torch.rand(7, 3) < 0.2
-    params = {n: p.detach() for n, p in fused.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(fused, weights, (x, None, resets))[0].square().mean()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
-    for k in range(3):
-        live = {n: p.clone().requires_grad_() for n, p in params.items()}
-        alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
-        assert max_difference([g[k] for g in each.values()], alone) < 1e-12
-
-
-def test_a_default_device_hides_nothing() -> None:
-    """`torch.set_default_device` stands on torch's stack of modes for good."""
-    fused, x = tt.nn.GRU(4, 6), torch.randn(5, 2, 4)
-    with torch.device("cpu"):
-        assert fused_runs(fused, x)

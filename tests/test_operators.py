@@ -23,7 +23,6 @@ from recurrences import (
     needs_kernels,
     tolerance,
 )
-from throughtime.errors import DataError
 from throughtime.kernels.cells import Cell
 
 pytestmark = [
@@ -129,24 +128,6 @@ def test_operator_obeys_the_laws_of_operators(cell: Cell) -> None:
             torch.ops.throughtime.recurrent.default,
             (cell.name, *data.leaves(), resets, True, False),
         )
-
-
-@every_cell
-def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
-    x, h, c, *weights = data.tensors
-    assert x is not None
-    assert h is not None
-    right = [x, h, c, *weights, data.resets]
-    torch.ops.throughtime.recurrent(cell.name, *right, False, False)
-    for k, tensor in enumerate(right):
-        for wrong in (
-            () if tensor is None or k == 0 else (tensor[:-1], tensor.half(), tensor[..., None])
-        ):
-            with pytest.raises(DataError, match="of a compiled"):
-                torch.ops.throughtime.recurrent(
-                    cell.name, *right[:k], wrong, *right[k + 1 :], False, False
-                )
 
 
 def test_compiled_without_steps_or_lanes_the_state_passes() -> None:

@@ -52,15 +52,6 @@ class Nested(Heads):
         return {"heads": {"a": a}, "rest": (b,)}, h
 
 
-class Whole(Heads):
-    """The class of each step, an integer, beside."""
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return a, b, a.argmax(-1), h
-
-
 class Penalty(Heads):
     """A scalar beside, which is no output."""
 
@@ -73,22 +64,18 @@ class Style(NamedTuple):
     make: Callable[[], Heads]
     output: Any = "all"
     named: bool = False
-    state: str | None = None
 
 
 STYLES: dict[str, Style] = {
     "flat": Style(Flat),
     "names and state": Style(NamesAndState, named=True),
     "nested by paths": Style(Nested, [(0, "heads", "a"), (0, "rest", 0)]),
-    "two beside integers": Style(Whole, [0, 1]),
 }
-every_style = pytest.mark.parametrize("style", STYLES)
 
 
 def net_of(style: str) -> Carried:
     torch.manual_seed(1)
-    make, output, *_ = STYLES[style]
-    return tt.carry(make().double(), output=output)
+    return tt.carry(STYLES[style].make().double(), output=STYLES[style].output)
 
 
 def pair(outputs: Any) -> tuple[Tensor, Tensor]:
@@ -96,15 +83,14 @@ def pair(outputs: Any) -> tuple[Tensor, Tensor]:
     return (outputs["a"], outputs["b"]) if isinstance(outputs, dict) else outputs[:2]
 
 
-def data(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
+def data() -> list[dict[str, Tensor]]:
     torch.manual_seed(2)
     return [
         {
             "inputs": torch.randn(n, 3, dtype=torch.float64),
             "targets": torch.randint(2, (n,)),
-            "height": torch.randn(n, dtype=torch.float64),
         }
-        for n in lengths
+        for n in LENGTHS
     ]
 
 
@@ -135,7 +121,7 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
 
 
-@every_style
+@pytest.mark.parametrize("style", STYLES)
 def test_predictions_have_the_structure(style: str) -> None:
     net, recording = net_of(style), data()[0]
     x = recording["inputs"]
@@ -147,12 +133,9 @@ def test_predictions_have_the_structure(style: str) -> None:
         close(torch.cat([ours, after]), their.detach()[:, 0])
 
 
-def test_a_metric_of_one_tensor_says_what_several_outputs_need() -> None:
+def test_losses_and_metrics_of_one_tensor_say_what_several_outputs_need() -> None:
     with pytest.raises(ModelError, match="this metric takes one tensor"):
         tt.evaluate(net_of("flat"), data(), metrics=tt.metrics.Classification(2))
-
-
-def test_a_loss_of_torch_says_what_several_outputs_need() -> None:
     net, stream, loss_fn = net_of("flat"), tt.Stream(data(), 2, 4, seed=None), nn.MSELoss()
     for call in (
         lambda: next(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(5))),
@@ -166,8 +149,5 @@ def test_a_scalar_beside_is_neither_output_nor_state() -> None:
     x = torch.randn(6, 2, 3, dtype=torch.float64)
     net = tt.carry(Penalty().double(), x, output=(0, 0))
     close(net(x, net.initial_state(2))[0], plain(net.module, x)[0])
-
-
-def test_items_that_do_not_exist_are_named() -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(Flat(), torch.randn(5, 2, 3), output=[0, 7])

@@ -61,10 +61,6 @@ def test_public_names_are_functions_beside_their_modules_and_load_nothing_option
     assert not loaded & set(OPTIONAL)
 
 
-def exceptions() -> list[type[Exception]]:
-    return [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
-
-
 def loaded_by(code: str) -> set[str]:
     """The modules that a fresh interpreter has after running `code`."""
     script = f"{code}\nimport sys\nprint('\\n'.join(m.partition('.')[0] for m in sys.modules))"

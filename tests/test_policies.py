@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, every_policy, policy_gradients
-from strategies import apart, named, recordings, seeds, weights
+from strategies import apart, gradients, named, recordings, seeds, start, weights
 from test_updates import RESUMED, run_and_resume, same_bits
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
@@ -56,30 +56,23 @@ def test_chunk_length_of_the_stream_changes_no_gradient(policy: Policy) -> None:
     assert all(deviation(other, results[0]) < 1e-12 for other in results[1:])
 
 
-REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
-    "a loss of every row": (ModelError, {"loss_fn": nn.MSELoss(reduction="none")}),
-    "no tensor": (ModelError, {"loss_fn": lambda y, t: (y - t).square().mean().item()}),
-    "a loss that detaches": (
-        ModelError,
-        {"loss_fn": lambda y, t: (y.detach() - t).square().mean()},
-    ),
-    "no targets": (DataError, {"chunk": Chunk.from_tensors(torch.zeros(STEPS, 2, 3))}),
-    "a bare module": (ModelError, {"net": nn.LSTM(3, 2)}),
-}
+REFUSED: list[tuple[type[Exception], dict[str, Any]]] = [
+    (ModelError, {"loss_fn": nn.MSELoss(reduction="none")}),
+    (ModelError, {"loss_fn": lambda y, t: (y - t).square().mean().item()}),
+    (ModelError, {"loss_fn": lambda y, t: (y.detach() - t).square().mean()}),
+    (DataError, {"chunk": Chunk.from_tensors(torch.zeros(STEPS, 2, 3))}),
+    (ModelError, {"net": nn.LSTM(3, 2)}),  # a bare module
+]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("case", REFUSED)
 @every_policy
-def test_what_cannot_be_trained_is_refused_and_leaves_no_gradient(
-    policy: Policy, case: str
-) -> None:
-    kind, own = REFUSED[case]
-    net, chunk = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0).chunk
-    given: dict[str, Any] = {"net": net, "chunk": chunk, "loss_fn": nn.MSELoss()} | own
-    with pytest.raises(kind):
-        list(tt.updates(given["net"], [given["chunk"]], given["loss_fn"], gradient=policy))
-    assert all(weight.grad is None for weight in given["net"].parameters())
+def test_what_cannot_be_trained_is_refused_and_leaves_no_gradient(policy: Policy) -> None:
+    for kind, own in REFUSED:
+        net, chunk = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0).chunk
+        given: dict[str, Any] = {"net": net, "chunk": chunk, "loss_fn": nn.MSELoss()} | own
+        with pytest.raises(kind):
+            list(tt.updates(given["net"], [given["chunk"]], given["loss_fn"], gradient=policy))
+        assert all(weight.grad is None for weight in given["net"].parameters())
 
 
 WRONG: list[Callable[[], Policy]] = [
@@ -206,24 +199,34 @@ class ByHand:
         return update, Progress(stop, after, stop, after, (at.memory or 0) + 1)
 
 
-POLICIES: dict[str, Policy | UpdatePolicy] = {
-    "stride": EveryStride(5),
-    "by hand": ByHand(5),
-}
+class Halving:
+    """The epoch in segments of 5 steps; half of the credit crosses from one to the one before."""
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        steps = source.remaining(STEPS)
+        gate = lambda _, credit: [leaf / 2 for leaf in credit]  # noqa: E731
+        return Window(0, 0, 0, steps, steps, chunk=5, gate=gate) if steps else None, None
 
 
-@pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
-def test_own_policy_resumes_to_the_bit(policy: Policy | UpdatePolicy) -> None:
-    through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)
-    assert same_bits(through, resumed)
-
-
-def some_stream() -> tt.Stream:
-    return tt.Stream(recordings([40, 31, 17]), 2, 8)
+def test_a_gate_of_ones_own_gets_the_credit_between_segments() -> None:
+    net, data = named("tensor-state").net(), PolicyData.draw(STEPS, 2, 0)
+    ((_, _, found),) = policy_gradients(net, [data.chunk], Halving())
+    state, outputs = start(net, data.x), list[Tensor]()
+    for x in data.x.split(5):
+        y, h = net(x, state)
+        state = h.clone()  # the outputs' own credit goes to h
+        state.register_hook(lambda grad: grad / 2)
+        outputs.append(y)
+    nn.functional.mse_loss(torch.cat(outputs), data.targets).backward()
+    assert apart(found, gradients(net)) < 1e-12
 
 
 @pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])
-def test_own_policy_equals_the_truncation_that_it_repeats(policy: Policy | UpdatePolicy) -> None:
+def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit(
+    policy: Policy | UpdatePolicy,
+) -> None:
     net = named("hides-layer").net()
-    results = policy_gradients(net, some_stream(), policy)
-    assert deviation(results, policy_gradients(net, some_stream(), tt.Truncated(5))) == 0
+    results = policy_gradients(net, stream(8), policy)
+    assert deviation(results, policy_gradients(net, stream(8), tt.Truncated(5))) == 0
+    through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)
+    assert same_bits(through, resumed)

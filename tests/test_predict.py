@@ -72,26 +72,22 @@ def test_resets_within_a_call_start_lanes_anew() -> None:
     assert (y[:, :1] - one_forward(net, x[:, :1])).abs().max() < 1e-12
 
 
-def evaluations(net: Carried) -> list[Callable[[], Any]]:
-    source = recordings([30, 11], seed=9)
-    predictor = tt.Predictor(net, lanes=2)
-    return [
-        lambda: tt.evaluate(
-            net, tt.Stream(source, lanes=2, chunk=7), nn.MSELoss(), metrics=tt.metrics.Regression()
-        ),
-        lambda: tt.predict(net, source[0], chunk=7),
-        lambda: predictor(inputs(4, 2)),
-    ]
+SOURCE = recordings([30, 11], seed=9)
+EVALUATIONS: dict[str, Callable[[Carried], Any]] = {
+    "evaluate": lambda net: tt.evaluate(net, tt.Stream(SOURCE, 2, 7), nn.MSELoss()),
+    "predict": lambda net: tt.predict(net, SOURCE[0], chunk=7),
+    "Predictor": lambda net: tt.Predictor(net, lanes=2)(inputs(4, 2)),
+}
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["evaluate", "predict", "Predictor"])
-def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(which: int) -> None:
+@pytest.mark.parametrize("which", EVALUATIONS)
+def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(which: str) -> None:
     net = tt.carry(nn.Sequential(HidesLayer(dropout=0.5), frozen := nn.Dropout(0.5)).double())
     net.train()
     frozen.eval()
     net(inputs(3, 1), net.initial_state(1))[0].sum().backward()
     before, weight, random = gradients(net), weights(net), torch.get_rng_state()
-    evaluations(net)[which]()
+    EVALUATIONS[which](net)
     assert [name for name, m in net.named_modules() if not m.training] == ["module.1"]
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], g) for name, g in gradients(net).items())
@@ -133,19 +129,13 @@ def test_loss_and_figures_equal_a_direct_computation(lanes: int | None) -> None:
         assert result.recordings[name] == pytest.approx(score.compute(), rel=1e-9)
 
 
-@pytest.mark.parametrize("data", [[], tt.Stream({"inputs": np.zeros((9, FEATURES))}, 1, 4)])
-def test_what_cannot_be_scored_is_refused(data: Any) -> None:
-    """No recordings, or none with targets."""
-    with pytest.raises(DataError):
-        tt.evaluate(named("hides-layer").net(), data, nn.MSELoss())
-
-
-def test_nothing_valid_gives_nan() -> None:
+def test_without_targets_nothing_is_scored_and_nothing_valid_gives_nan() -> None:
+    for data in ([], tt.Stream({"inputs": np.zeros((9, FEATURES))}, 1, 4)):
+        with pytest.raises(DataError):
+            tt.evaluate(named("hides-layer").net(), data, nn.MSELoss())
     net, source = named("hides-layer").net(), recordings([9])[0]
     nothing = source | {"targets": np.full((9, 2), np.nan)}
-    result = tt.evaluate(
-        net, tt.Stream(nothing, 1, 4), nn.MSELoss(), metrics=tt.metrics.Regression()
-    )
+    result = tt.evaluate(net, [nothing], nn.MSELoss(), metrics=tt.metrics.Regression())
     assert (result.steps, result.recordings) == (0, {})
     assert math.isnan(result.loss)
     assert math.isnan(result.metrics["rmse"])

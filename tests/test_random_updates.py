@@ -3,9 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,50 +15,14 @@ from torch import Tensor, nn
 import brute_force
 import throughtime as tt
 from brute_force import Steps, Task
-from step_nets import FEATURES, KINDS, TOKENS, build
+from step_nets import FEATURES, KINDS, build
 
 TOLERANCE = 1e-12
-SEEDS, DEFAULT_SEEDS = 200, 15  # of each kind: all, and without slow tests
 LOSSES = ("mse", "ce", "weighted", "ignored", "weighted ignored", "smooth")
 IGNORED, CLASS_WEIGHTS = 1, (0.5, 2.0, 1.25)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One configuration; recordings and weights are drawn from its seed."""
-
-    kind: str
-    seed: int
-    variant: int
-    lengths: tuple[int, ...]
-    # the stream
-    lanes: int
-    chunk: int
-    warm_up: int
-    missing: float
-    missing_inputs: bool
-    as_list: bool
-    # the loop
-    loss: str
-    columns: int
-    epochs: int
-    accumulate: int
-    frozen: bool
-    added: bool
-    # the policy: "truncated", "exact", "cut" or "randomized"
-    policy: str
-    stride: int
-    horizon: int
-    jitter: bool
-    burn_in: int
-    segment: int | None
-    limit: float | None
-    grain: int
-    alpha: float
-
-    @property
-    def fused(self) -> bool:
-        return self.kind == "fused" or (self.kind == "lstm" and self.variant == 2)
+Case = SimpleNamespace  # one configuration; recordings and weights are drawn from its seed
 
 
 def draw(kind: str, seed: int) -> Case:
@@ -78,18 +42,20 @@ def draw(kind: str, seed: int) -> Case:
     shortest = (sum(lengths) // lanes + max(lengths)) // 16  # stride: brute force takes its time
     stride = max(shortest, r.choice((1, 2, r.randint(1, 9), r.randint(5, 30))))
     over = r.choice((0, 1, r.randint(0, 10), r.randint(0, 40), 120 if far else 0))
-    policy = r.choice(("truncated", "truncated", "truncated", "exact", "cut", "randomized"))
-    segment, loss = maybe(1, 50) or None, r.choice(LOSSES)
+    policy = r.choice(("truncated", "truncated", "exact", "cut", "randomized"))
+    segment, loss = r.choice((None, r.randint(1, 15))), r.choice(LOSSES)
+    variant = r.randrange(3)
     return Case(
         kind=kind,
         seed=seed,
-        variant=r.randrange(3),
+        variant=variant,
+        fused=kind == "fused" or (kind == "lstm" and variant == 2),
         lengths=tuple(lengths),
         lanes=lanes,
         chunk=r.choice((1, r.randint(1, 12), r.randint(5, 60))),
         warm_up=maybe(1, 5),
         missing=r.choice((0.0, 0.0, 0.3, 0.9)),
-        missing_inputs=kind != "embedding" and r.random() < 0.15,
+        missing_inputs=r.random() < 0.15,
         as_list=r.random() < 0.15,
         loss=loss,
         columns=r.choice((1, 3)) if loss == "mse" else 3,
@@ -124,8 +90,6 @@ def record(case: Case) -> Data:
     for length in case.lengths:
         x = torch.randn(length, FEATURES).double()
         y, absent = torch.randn(length, case.columns).double(), float("nan")
-        if case.kind == "embedding":
-            x = torch.randint(TOKENS, (length,))
         if case.loss != "mse":
             y, absent = torch.randint(case.columns, (length,)), -100
         valid = torch.rand(length) >= case.missing
@@ -328,35 +292,9 @@ def deviations(case: Case) -> Iterator[float]:
         yield difference(*(net.parameters() for net in nets))
 
 
-def worst_of(cases: Iterable[Case]) -> tuple[float, Case]:
-    return max(((max(deviations(case)), case) for case in cases), key=lambda pair: pair[0])
-
-
-def all_cases(seeds: int) -> list[Case]:
-    return [draw(kind, seed) for kind in KINDS for seed in range(seeds)]
-
-
-def check(cases: Sequence[Case]) -> None:
-    worst, case = worst_of(cases)
-    print(f"{len(cases)} configurations, worst relative deviation {worst:.1e}: {case}")
-    assert worst <= TOLERANCE, case
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_updates_equal_brute_force(kind: str) -> None:
-    check([draw(kind, seed) for seed in range(DEFAULT_SEEDS)])
-
-
-def test_default_cases_take_every_option() -> None:
-    cases = all_cases(DEFAULT_SEEDS)
-    for policy in ("truncated", "exact cut", "randomized"):
-        assert {case.loss for case in cases if case.policy in policy} >= {"mse", "ce", "weighted"}
-    for option in ("warm_up", "missing_inputs", "as_list", "frozen", "added", "limit"):
-        assert 5 <= sum(bool(getattr(case, option)) for case in cases) <= len(cases) - 5, option
-    assert sum(case.limit is not None and case.policy in {"exact", "cut"} for case in cases) >= 5
-    assert sum(case.jitter and case.policy == "truncated" for case in cases) >= 5
-
-
-@pytest.mark.slow
-def test_all_updates_equal_brute_force() -> None:
-    check(all_cases(SEEDS))
+@pytest.mark.parametrize("seeds", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_updates_equal_brute_force(kind: str, seeds: int) -> None:
+    for seed in range(seeds):
+        case = draw(kind, seed)
+        assert max(deviations(case)) <= TOLERANCE, case

@@ -5,17 +5,17 @@ import os
 import secrets
 import tempfile
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import throughtime as tt
+from plain_loop import plain_loop
 from strategies import apart
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
@@ -64,58 +64,35 @@ def cluster() -> Generator[None]:
             ray.shutdown()
 
 
-def fitting(
+def fitted(
     example: ModuleType, storage: Path, name: str, updates: int = UPDATES, every: int = UPDATES
-) -> Future[Any]:
-    """A training on two workers, in a thread, so that a test can watch it or give up on it."""
-    pool = ThreadPoolExecutor(1)
+) -> dict[str, Tensor]:
+    """The weights of the last checkpoint of a training on two workers."""
+    pool = ThreadPoolExecutor(1)  # so that a test can give up on it
     started = pool.submit(example.fit, storage, name, 2, updates, every)
     pool.shutdown(wait=False)
-    return started
-
-
-def weights(training: Future[Any]) -> dict[str, Tensor]:
-    """Those of the last checkpoint, once the training has ended."""
-    result = training.result(timeout=PATIENCE)
+    result = started.result(timeout=PATIENCE)
     saved = torch.load(Path(result.checkpoint.path) / "model.pt")
     assert saved["done"] == result.metrics["update"]
     return saved["net"]
 
 
-def alone(
-    example: ModuleType, lanes: int, cold_after: int = UPDATES
-) -> tuple[dict[str, Tensor], float]:
-    """Weights and last loss of a plain loop that drops its position after so many updates."""
-    with mock.patch.object(
-        example, "get_device", return_value=torch.device("cpu")
-    ):  # which Ray tells its workers alone
+def alone(example: ModuleType, lanes: int) -> dict[str, Tensor]:
+    """Weights of a plain loop."""
+    # which Ray tells its workers alone
+    with mock.patch.object(example, "get_device", return_value=torch.device("cpu")):
         stream, net, optimizer = example.parts(lanes)
-    loss, done = float("nan"), 0
-    while done < UPDATES:
-        for update in tt.updates(
-            net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=20, horizon=50)
-        ):
-            optimizer.step()
-            optimizer.zero_grad()
-            loss, done = update.loss.item(), done + 1
-            if done in (cold_after, UPDATES):
-                break
-    return net.state_dict(), loss
+    policy = tt.Truncated(stride=20, horizon=50)
+    plain_loop(net, stream, optimizer, policy, stop=UPDATES)
+    return net.state_dict()
 
 
-@pytest.fixture(scope="module")
-def whole(
-    cluster: None, example: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Tensor]:
-    """The weights of two workers that nothing interrupts."""
-    del cluster
-    return weights(fitting(example, tmp_path_factory.mktemp("whole"), "whole"))
-
-
+@pytest.mark.usefixtures("cluster")
 def test_workers_give_the_weights_of_one_process_and_go_on_to_the_bit(
-    whole: dict[str, Tensor], example: ModuleType, tmp_path: Path
+    example: ModuleType, tmp_path: Path
 ) -> None:
-    assert apart(whole, alone(example, 4)[0]) < 1e-6
-    assert apart(whole, alone(example, 2)[0]) > 1e-3  # a mutant: half of the lanes
-    assert apart(weights(fitting(example, tmp_path, "again", updates=30, every=5)), whole) > 1e-3
-    assert apart(weights(fitting(example, tmp_path, "again")), whole) == 0
+    whole = fitted(example, tmp_path, "whole")
+    assert apart(whole, alone(example, 4)) < 1e-6
+    assert apart(whole, alone(example, 2)) > 1e-3  # a mutant: half of the lanes
+    assert apart(fitted(example, tmp_path, "again", updates=30, every=5), whole) > 1e-3
+    assert apart(fitted(example, tmp_path, "again"), whole) == 0

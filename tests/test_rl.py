@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from strategies import apart, weights
 from throughtime.errors import LawError, ModelError
 from throughtime.integrations import rl
 
@@ -40,25 +41,16 @@ def agent(**options: Any) -> Any:
     )
 
 
-def distance(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max((p - q).detach().abs().max().item() for p, q in pairs)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"shared_lstm": True, "enable_critic_lstm": False}],
-    ids=["two", "shared"],
-)
-def test_recurrent_ppo_trains_to_the_same_weights(options: dict[str, Any]) -> None:
-    plain, fused = agent(**options), agent(**options)
+@pytest.mark.parametrize("shared", [False, True])
+def test_recurrent_ppo_trains_to_the_same_weights(shared: bool) -> None:
+    plain, fused = (agent(shared_lstm=shared, enable_critic_lstm=not shared) for _ in range(2))
     start = copy.deepcopy(plain.policy)
     assert rl.fuse(fused.policy) is fused.policy
     for model in (plain, fused):
         model.set_random_seed(3)
         model.learn(256)
-    assert distance(plain.policy, fused.policy) < 1e-5
-    assert distance(plain.policy, start) > 1e-3
+    assert apart(weights(fused.policy), weights(plain.policy)) < 1e-5
+    assert apart(weights(start), weights(plain.policy)) > 1e-3
 
 
 def plays(policy: Any) -> Any:
@@ -84,12 +76,9 @@ def rollout(width: int) -> tuple[Tensor, Tensor]:
     return torch.randn(STEPS, LANES, width, generator=draws), starts
 
 
-def zeros(*shape: int) -> Any:
-    return torch.zeros(shape), torch.zeros(shape)
-
-
 def check_policy(policy: Any) -> None:
-    state = RNNStates(zeros(1, LANES, 16), zeros(1, LANES, 16))
+    zeros = torch.zeros(1, LANES, 16), torch.zeros(1, LANES, 16)
+    state = RNNStates(zeros, zeros)
     tt.testing.check_rollout(plays(policy), *rollout(2), state)
 
 
@@ -115,9 +104,6 @@ def test_what_is_no_recurrent_policy_is_refused() -> None:
         rl.Module  # noqa: B018  # not there
 
 
-KINDS = pytest.mark.parametrize("kind", ["LSTMModule", "GRUModule"])
-
-
 def module(kind: str, source: Any = rl, **options: Any) -> Any:
     torch.manual_seed(2)
     states = ["h", "c"][: 2 if kind == "LSTMModule" else 1]
@@ -139,7 +125,7 @@ def tensordict(x: Tensor, starts: Tensor, **states: Tensor) -> Any:
     return TensorDict(data, batch_size=(x.shape[1], len(x)))
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["LSTMModule", "GRUModule"])
 def test_a_rollout_gives_what_torchrl_gives(kind: str) -> None:
     layers, (x, starts), results = 2, rollout(3), list[Any]()
     starts = starts & (torch.arange(STEPS) > 0)[:, None]  # the first episodes go on

@@ -14,28 +14,10 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.deploy.export import Export
-from throughtime.diagnose.settling import ColdStart, SettlingTime
+from throughtime.diagnose.settling import ColdStart
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 
 WIDE = torch.float64
-
-
-class Leaky(nn.Module):
-    """h' = a h + x; the outputs are h'."""
-
-    def __init__(self, decay: float) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.tensor(decay, dtype=WIDE))
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.decay.new_zeros(lanes, 1)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        outputs: list[Tensor] = []
-        for row in x:
-            h = self.decay * h + row
-            outputs.append(h)
-        return torch.stack(outputs), h
 
 
 class Rotating(nn.Module):
@@ -58,9 +40,9 @@ class Rotating(nn.Module):
         return torch.stack(outputs), h
 
 
-def signals(*lengths: int, width: int = 1) -> list[Tensor]:
+def signals(*lengths: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, width, dtype=WIDE, generator=generator) for n in lengths]
+    return [torch.randn(n, 2, dtype=WIDE, generator=generator) for n in lengths]
 
 
 def steps_by_definition(net: Carried, signal: Tensor, start: ColdStart, limit: float) -> int | None:
@@ -73,12 +55,8 @@ def steps_by_definition(net: Carried, signal: Tensor, start: ColdStart, limit: f
     return None if last + 1 == start.compared else last + 1
 
 
-def steps_of(result: SettlingTime) -> list[int | None]:
-    return [start.steps for start in result.starts]
-
-
 def test_settling_is_that_of_whole_recordings_played_by_themselves() -> None:
-    net, recordings = tt.carry(Rotating(0.99, 0.3)), signals(4600, 90, 3, 2, 1, width=2)
+    net, recordings = tt.carry(Rotating(0.99, 0.3)), signals(4600, 90, 3, 2, 1)
     result = tt.settling_time(net, recordings, starts=12, span=1500, scale=1.0)
     by_name = {str(i): recording for i, recording in enumerate(recordings)}
     assert {len(by_name[start.recording]) for start in result.starts} == {4600, 90, 3, 2}
@@ -88,37 +66,27 @@ def test_settling_is_that_of_whole_recordings_played_by_themselves() -> None:
         assert start.position >= min(1500, max(1, len(signal) // 3))
         assert start.compared == min(1500, len(signal) - start.position)
     assert len({start.position for start in result.starts if start.compared == 1500}) > 2
-    pairs = zip(result.starts, steps_of(result), strict=True)
-    longest = max(start.compared if n is None else n for start, n in pairs)
+    longest = max(s.compared if s.steps is None else s.steps for s in result.starts)
     assert result.quantiles[1.0] == (None if result.unsettled else longest)
 
 
-@pytest.mark.parametrize(
-    ("kind", "signal", "settings"),
-    [
-        (ConfigError, 100, {"starts": 0}),
-        (ConfigError, 100, {"tolerance": math.nan}),
-        (ConfigError, 100, {"scale": -1.0}),
-        (DataError, 1, {}),  # has no past
-    ],
-    ids=str,
-)
-def test_what_cannot_be_measured_is_refused(
-    kind: type[Exception], signal: int, settings: dict[str, Any]
-) -> None:
-    with pytest.raises(kind):
-        tt.settling_time(tt.carry(Leaky(0.9)), signals(signal)[0], **settings)
-
-
-def test_a_net_that_diverges_is_named_and_a_bare_module_refused() -> None:
-    with pytest.raises(RunError, match="carried run is NaN or infinite"):
-        tt.settling_time(tt.carry(Leaky(9.0)), signals(2000)[0])
-    with pytest.raises(ModelError):
-        tt.settling_time(nn.GRU(1, 8), signals(100)[0])  # pyright: ignore[reportArgumentType]
+def test_what_cannot_be_measured_is_refused() -> None:
+    stable, diverging = (tt.carry(Rotating(decay, 0.3)) for decay in (0.9, 9.0))
+    refused: list[tuple[Any, int, dict[str, Any], type[Exception]]] = [
+        (stable, 100, {"starts": 0}, ConfigError),
+        (stable, 100, {"tolerance": math.nan}, ConfigError),
+        (stable, 100, {"scale": -1.0}, ConfigError),
+        (stable, 1, {}, DataError),  # has no past
+        (diverging, 2000, {}, RunError),
+        (nn.GRU(2, 8), 100, {}, ModelError),
+    ]
+    for net, steps, settings, kind in refused:
+        with pytest.raises(kind):
+            tt.settling_time(net, signals(steps)[0], **settings)
 
 
 def test_the_net_and_the_random_numbers_stay_as_they_were() -> None:
-    net = tt.carry(nn.Sequential(nn.GRU(1, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(WIDE))
+    net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(WIDE))
     before = torch.get_rng_state()
     result = tt.settling_time(net, signals(500)[0], span=100)
     assert result.unsettled == 0  # the dropout is off

@@ -25,6 +25,8 @@ from throughtime.errors import ConfigError, ModelError, RunError
 from throughtime.gradient import Policy
 from throughtime.kernels import reference
 from throughtime.kernels.cells import Weights, cell_of
+from throughtime.kernels.dispatch import Backend
+from throughtime.nn import layers
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3
@@ -50,12 +52,18 @@ class Whole(NamedTuple):
     seen: Seen
 
 
-def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, Tensor]) -> Whole:
+def play(
+    net: Any,
+    x: Tensor,
+    states: tuple[Tensor, ...],
+    weights: Mapping[str, Tensor],
+    resets: Tensor | None = None,
+) -> Whole:
     """One direction of one layer step by step, by the reference; tensors by their letters."""
     cell, seen, hidden = cell_of(net), dict[str, list[Tensor]](), list[Tensor]()
     assert cell is not None
     own: Any = (weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-    for step in reference.steps(cell, x, states, Weights(*own, hr=None)):
+    for step in reference.steps(cell, x, states, Weights(*own, hr=None), resets):
         states = step.states
         hidden.append(states[0])
         for letter, value in (step.gates | dict(zip(cell.states, states, strict=True))).items():
@@ -63,7 +71,9 @@ def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, 
     return Whole(torch.stack(hidden), states, seen)
 
 
-def unrolled(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
+def unrolled(
+    net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], resets: Tensor | None = None
+) -> Whole:
     """All layers and directions of a module."""
     seen: Seen = {}
     ends: list[tuple[Tensor, ...]] = []
@@ -75,7 +85,7 @@ def unrolled(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
             weights = {n.removesuffix(own): w for n, w in net.named_parameters() if n.endswith(own)}
             turn = -1 if end else 1
             entering = tuple(leaf[len(ends)] for leaf in states)
-            side = play(net, y.flip(0) if end else y, entering, weights)
+            side = play(net, y.flip(0) if end else y, entering, weights, resets)
             seen |= {f"layer{k}{end}.{letter}": v[::turn] for letter, v in side.seen.items()}
             sides.append(side.y.flip(0) if end else side.y)
             ends.append(side.after)
@@ -122,8 +132,7 @@ def gradients_apart(found: Trace, expected: Seen, loss: Tensor) -> float:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch-first": {"batch_first": True},
-    "both-ways": {"bidirectional": True, "num_layers": 2},
-    "no-bias-both-ways": {"bias": False, "bidirectional": True},
+    "both-ways": {"bias": False, "bidirectional": True, "num_layers": 2},
 }
 
 
@@ -169,18 +178,35 @@ def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
     check(net, leaves, run, lambda: unrolled(net, x, states))
 
 
+@needs_kernels
+@pytest.mark.covering
+@every_kind
+@pytest.mark.parametrize("runs", ["fused", "torch.nn"])
+def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if runs == "torch.nn":  # as in half precision, or where the kernels are missing
+        monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
+    net, x = tt.fuse(layer(kind)), inputs(STEPS, LANES).requires_grad_()
+    states, resets = states_for(net), torch.zeros(STEPS, LANES, dtype=torch.bool)
+    resets[0, 0] = resets[4, 1] = resets[7, :2] = True
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, after = net(x, states if kind == "lstm" else states[0], resets)
+        return y, after if isinstance(after, tuple) else (after,)
+
+    leaves = [x, *states, *net.parameters()]
+    check(net, leaves, run, lambda: unrolled(net, x, states, resets))
+
+
 CELLS = {
     "lstm": lambda: nn.LSTMCell(FEATURES, HIDDEN),
     "gru": lambda: nn.GRUCell(FEATURES, HIDDEN),
-    "relu": lambda: nn.RNNCell(FEATURES, HIDDEN, nonlinearity="relu"),
-    "no-bias": lambda: nn.LSTMCell(FEATURES, HIDDEN, bias=False),
+    "relu": lambda: nn.RNNCell(FEATURES, HIDDEN, bias=False, nonlinearity="relu"),
 }
 
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: str) -> None:
     cell = remembering(CELLS[kind]())
-    kind = "lstm" if kind == "no-bias" else kind
     x = inputs(STEPS, LANES).requires_grad_()
     states = tuple(leaf[0].detach().requires_grad_() for leaf in states_for(layer(kind)))
 
@@ -200,7 +226,14 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     check(cell, [x, *states, *cell.parameters()], run, oracle)
 
 
-def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
+class Doubled(nn.GRU):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, state = super().forward(*args, **kwargs)
+        return 2 * y, state
+
+
+def test_what_a_trace_cannot_follow_is_refused() -> None:
+    """Packed sequences, dropout between layers, a layer with a forward of its own."""
     net, x = layer("lstm", num_layers=2, dropout=0.4), inputs(STEPS, LANES)
     with trace(net) as found:
         with pytest.raises(ModelError):
@@ -209,14 +242,6 @@ def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
             net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3], device="cpu")))
         net(x)[0].square().sum().backward()
     assert found.count == 1
-
-
-def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
-    class Doubled(nn.GRU):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            y, state = super().forward(*args, **kwargs)
-            return 2 * y, state
-
     with pytest.raises(ModelError, match="Doubled, whose forward is not that of torch"):
         trace(nn.Sequential(Doubled(3, 4)))
 
@@ -249,16 +274,13 @@ def test_every_state_of_a_cell_of_ones_own_is_that_of_the_unrolled_loop() -> Non
     torch.testing.assert_close(found.last.gradients["cell.h"], torch.stack(expected))
 
 
-ROWS = 2
-
-
 @pytest.mark.parametrize("policy", [tt.Truncated(10, horizon=30), tt.Exact(chunk=7)], ids=str)
 @some_nets("hides-layer", "hides-cell")
 def test_a_window_of_strides_and_the_pieces_of_a_sweep_are_one_pass(
     row: Any, policy: Policy
 ) -> None:
     """`tt.Exact` runs backward passes within one, the last piece first."""
-    net, data = row.net(), PolicyData.draw(30, ROWS, 0, resets=0.03)
+    net, data = row.net(), PolicyData.draw(30, 2, 0, resets=0.03)
     counted = 20 if isinstance(policy, tt.Truncated) else 0
     with trace(net, keep=9) as results:
         list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
@@ -271,19 +293,8 @@ def test_a_window_of_strides_and_the_pieces_of_a_sweep_are_one_pass(
     assert worst < EXACT
 
 
-LAYER_OR_CELL = pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell])
-
-
-def lstm() -> nn.LSTM:
-    net = nn.LSTM(FEATURES, HIDDEN)
-    remembering(net)
-    return net
-
-
 def looped(net: nn.Module, x: Tensor) -> Tensor:
-    """Every h of a layer, or of a cell in a loop."""
-    if isinstance(net, nn.LSTM):
-        return net(x)[0]
+    """Every h of a cell in a loop."""
     state, hidden = None, list[Tensor]()
     for step in x.unbind(0):
         state = net(step, state)
@@ -306,52 +317,43 @@ def test_a_name_tells_module_layer_and_state() -> None:
     assert found.last.gradients["0.layer0.c"].shape == (5, 2, 4)
 
 
-GLOBAL_HOOKS = (
-    torch_modules._global_forward_hooks,
-    torch_modules._global_forward_hooks_with_kwargs,
-)
-
-
 def test_the_net_is_never_touched_and_torch_keeps_no_hook() -> None:
     net = nn.ModuleDict({"lstm": nn.LSTM(3, 4), "cell": nn.GRUCell(3, 4)})
     before = {name: dict(module.__dict__) for name, module in net.named_modules()}
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     with trace(net):
         for name, module in net.named_modules():
-            assert module.__dict__.keys() == before[name].keys()
-            assert not any(module.__dict__[hook] for hook in hooks)
+            assert module.__dict__ == before[name]
         net["lstm"](torch.randn(5, 2, 3))[0].sum().backward()
-    assert not any(GLOBAL_HOOKS)
     with pytest.raises(RuntimeError, match=r"input\.size"), trace(net):
         net["lstm"](torch.randn(5, 2, 7))
-    assert not any(GLOBAL_HOOKS)
+    assert not torch_modules._global_forward_hooks
+    assert not torch_modules._global_forward_hooks_with_kwargs
     with pytest.raises(ConfigError, match="keep"):
         trace(net, keep=0)
     graph_of_after = net["lstm"](torch.randn(5, 2, 3))[0].grad_fn
     assert "CreditGate" not in type(graph_of_after).__name__
 
 
-@LAYER_OR_CELL
-def test_every_backward_pass_is_one_even_over_the_same_graph(kind: Any) -> None:
-    net, x = remembering(kind(FEATURES, HIDDEN)), inputs(STEPS, LANES)
+def test_every_backward_pass_is_one_even_over_the_same_graph() -> None:
+    net, x = remembering(nn.LSTMCell(FEATURES, HIDDEN)), inputs(STEPS, LANES)
     with trace(net, keep=5) as found:
         y = looped(net, x)
         y[2].sum().backward(retain_graph=True)
         y[-1].sum().backward()
     first, second = found.passes
-    name = "layer0.h" if kind is nn.LSTM else "cell.h"
-    assert not first.norms[name][3:].any()
-    assert first.norms[name][:3].all()
-    assert second.norms[name].all()
+    assert not first.norms["cell.h"][3:].any()
+    assert first.norms["cell.h"][:3].all()
+    assert second.norms["cell.h"].all()
 
 
-@LAYER_OR_CELL
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell])
 def test_only_the_last_passes_are_kept_and_no_graph(kind: Any) -> None:
     net, x = remembering(kind(FEATURES, HIDDEN)), inputs(STEPS, LANES)
+    play: Any = looped if kind is nn.LSTMCell else lambda net, x: net(x)[0]
     with trace(net, keep=3) as found:
         alive: list[weakref.ref[Any]] = []
         for _ in range(8):
-            y = looped(net, x)
+            y = play(net, x)
             alive.append(weakref.ref(y))
             y.square().sum().backward()
             del y
@@ -382,6 +384,18 @@ def linear(
 
 def row(found: Trace, name: str = "layer0.h") -> GradientSummary:
     return next(one for one in found.summary().rows if one.name == name)
+
+
+def test_second_derivatives_through_a_trace_are_those_without_one() -> None:
+    net, x = layer("gru"), inputs(STEPS, LANES).requires_grad_()
+
+    def second() -> Tensor:
+        (first,) = torch.autograd.grad(net(x)[0].square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    expected = second()
+    with trace(net):
+        torch.testing.assert_close(second(), expected, rtol=EXACT, atol=EXACT)
 
 
 def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:

@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import gc
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.optim.lr_scheduler import LinearLR
 import throughtime as tt
 from strategies import (
     HidesLayer,
-    LearntStart,
     TensorState,
     inputs,
     named,
@@ -94,15 +94,11 @@ class Training:
         torch.save(place | {"random": torch.get_rng_state()}, file)
         return file.getvalue()
 
-    def restore(
-        self,
-        checkpoint: bytes,
-        change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
-    ) -> None:
+    def restore(self, checkpoint: bytes) -> None:
         found = torch.load(io.BytesIO(checkpoint), weights_only=True)
         self.net.load_state_dict(found["net"])
         self.optimizer.load_state_dict(found["optimizer"])
-        self.updates.load_state_dict(change(found["updates"]))
+        self.updates.load_state_dict(found["updates"])
         torch.set_rng_state(found["random"])
 
 
@@ -137,24 +133,18 @@ def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
 
 
 def resumed_from(
-    checkpoint: bytes,
-    make: Callable[[], Carried],
-    policy: Policy | UpdatePolicy,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+    checkpoint: bytes, make: Callable[[], Carried], policy: Policy | UpdatePolicy
 ) -> dict[str, Tensor]:
     """The weights after the rest of two epochs."""
     torch.manual_seed(99)
     resumed = Training.begin(make(), policy)
-    resumed.restore(checkpoint, change)
+    resumed.restore(checkpoint)
     assert resumed.run(10_000, policy) > 0
     return weights(resumed.net)
 
 
 def run_and_resume(
-    make: Callable[[], Carried],
-    policy: Policy | UpdatePolicy,
-    stop: int,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
+    make: Callable[[], Carried], policy: Policy | UpdatePolicy, stop: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights after two epochs: uninterrupted, and stopped after `stop` updates and resumed."""
     torch.manual_seed(1)
@@ -162,7 +152,7 @@ def run_and_resume(
     assert through.run(stop, policy) == stop
     checkpoint = through.saved()
     assert through.run(10_000, policy) > 0
-    return weights(through.net), resumed_from(checkpoint, make, policy, change)
+    return weights(through.net), resumed_from(checkpoint, make, policy)
 
 
 def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
@@ -223,33 +213,33 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -
         assert states_apart(got, end) < 1e-12
 
 
-PLACES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "no state": lambda place: place | {"policy": place["policy"] | {"carried": None, "edge": None}},
-    "another policy": lambda place: place | {"gradient": repr(tt.Truncated(6, 12))},
-}
+def test_places_and_options_that_do_not_fit_are_refused() -> None:
+    net, policy = RESUMED["rotation"](), tt.Truncated(6, 15)
+    run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
+    next(run)
+    next(run)
+    place = run.state_dict()
+    changes = {
+        "no state came with it": {"policy": place["policy"] | {"carried": None, "edge": None}},
+        "belongs to gradient": {"gradient": repr(tt.Truncated(6, 12))},
+    }
 
+    def resume(change: dict[str, Any]) -> None:
+        again = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
+        again.load_state_dict(place | change)
+        next(again)
 
-@pytest.mark.parametrize("change", list(PLACES.values()), ids=list(PLACES))
-def test_a_place_that_does_not_fit_is_refused(
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    with pytest.raises(DataError, match=r"no state came with it|belongs to gradient"):
-        run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 0},
-        {"accumulate": 2, "gradient": tt.Randomized(10)},
-        {"finite": "later"},
-    ],
-    ids=str,
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    options = {"gradient": tt.Truncated(6)} | options
-    with pytest.raises(ConfigError):
-        next(tt.updates(RESUMED["rotation"](), stream(), nn.MSELoss(), **options))
+    for message, change in changes.items():
+        with pytest.raises(DataError, match=message):
+            resume(change)
+    wrongs: list[dict[str, Any]] = [
+        {"gradient": policy, "accumulate": 0},
+        {"gradient": policy, "finite": "later"},
+        {"gradient": tt.Randomized(10), "accumulate": 2},
+    ]
+    for options in wrongs:
+        with pytest.raises(ConfigError):
+            next(tt.updates(net, stream(), nn.MSELoss(), **options))
 
 
 def trained_with_a_failure(
@@ -303,6 +293,21 @@ def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(
         assert same_bits(result, whole)
 
 
+def test_trainings_in_threads_give_the_bits_of_those_alone() -> None:
+    policies = tt.Exact(cut_every=9, chunk=4), tt.Truncated(6, 15)
+
+    def begun() -> list[Training]:
+        return [Training.begin(RESUMED["hidden-cell"](), policy) for policy in policies]
+
+    def trained(training: Training, policy: Policy) -> dict[str, Tensor]:
+        assert training.run(10_000, policy) > 5
+        return weights(training.net)
+
+    alone = list(map(trained, begun(), policies))
+    with ThreadPoolExecutor(2) as pool:
+        assert all(map(same_bits, pool.map(trained, begun(), policies), alone))
+
+
 class Tools:
     """What users put around the loop: an optimizer, clipping, a schedule and a scaler."""
 
@@ -343,16 +348,6 @@ def test_loop_equals_the_hand_written_one_to_the_bit(autocast: bool) -> None:
     assert same_bits(weights(other), weights(module))
 
 
-def test_autocast_keeps_the_state_in_the_type_of_the_weights() -> None:
-    net = tt.carry(LearntStart())
-    chunk = Chunk.from_tensors(inputs(40, 1).float(), torch.zeros(40, 1, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
-            assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
-            assert update.outputs.dtype == torch.bfloat16
-            assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
-
-
 def test_gradient_of_a_part_that_changed_between_updates_is_checked() -> None:
     net = tt.carry(module := nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.GRU(4, 2))).double()
     module[0].requires_grad_(False)
@@ -365,32 +360,19 @@ def test_gradient_of_a_part_that_changed_between_updates_is_checked() -> None:
         next(updates)
 
 
-COUNTED = (
-    tt.Truncated(5, 12),
-    tt.Truncated(7, 9, burn_in=3),
-    tt.Exact(cut_every=8),
-)
-DATA: dict[str, tuple[list[int], int, dict[str, Any]]] = {
-    "handed on": ([41], 3, {"hand_off": True}),
-    "ragged ends": (LENGTHS, 3, {}),
-}
-
-
 def updates_of(stream: Any, policy: Any, accumulate: int = 1) -> Updates:
     net = tt.carry(nn.GRU(3, 2).double())
     return tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("lengths", "lanes", "options"), list(DATA.values()), ids=list(DATA))
-@pytest.mark.parametrize("policy", COUNTED, ids=str)
-def test_length_is_the_number_of_updates_to_come(
-    policy: Policy, lengths: list[int], lanes: int, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    "policy", [tt.Truncated(5, 12), tt.Truncated(7, 9, burn_in=3), tt.Exact(cut_every=8)], ids=str
+)
+def test_length_is_the_number_of_updates_to_come(policy: Policy) -> None:
     """Also in a second epoch, and after a resume."""
 
     def make() -> tt.Stream:
-        return tt.Stream(recordings(lengths), lanes, 8, **options)
+        return tt.Stream(recordings([41]), 3, 8, hand_off=True)
 
     for accumulate in (1, 3):
         stream = make()

@@ -17,22 +17,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="wheels are built with a compiler"),
 ]
 
-RUN = """
-import sys, warnings
-import torch
-from throughtime.kernels import library
-from throughtime.kernels.cells import LSTM, Weights
-from throughtime.kernels.recurrent import run
-assert library.need("a wheel's test") is not None, library.why_missing()
-assert "site-packages" in library.library()._name
-torch.manual_seed(0)
-lstm = torch.nn.LSTM(5, 7).double()
-x, zeros = torch.randn(11, 3, 5, dtype=torch.float64), torch.zeros(3, 7, dtype=torch.float64)
-weights = Weights(lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, None)
-y = run(LSTM, x, (zeros, zeros), weights)[0]
-torch.testing.assert_close(y, lstm(x)[0], rtol=1e-12, atol=1e-12)
-print(library.level())
-"""
 
 FALL_BACK = """
 import warnings
@@ -66,14 +50,9 @@ def _do(*command: str | Path, **environment: str) -> str:
 def handed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and the wheel."""
     folder = tmp_path_factory.mktemp("dist")
-    results = {"DIST": folder, "BUILD": folder / "build", "VENV": Path(sys.prefix)}
-    _do(
-        "make",
-        "-o",
-        Path(sys.prefix) / ".installed",
-        "wheel",
-        *(f"{name}={value}" for name, value in results.items()),
-    )
+    prefix = Path(sys.prefix)
+    places = f"DIST={folder}", f"BUILD={folder / 'build'}", f"VENV={prefix}"
+    _do("make", "-o", prefix / ".installed", "wheel", *places)
     return folder
 
 
@@ -81,17 +60,7 @@ def _installed(wheel: Path, folder: Path) -> Path:
     """The Python of a new environment that has this wheel, and torch from ours."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    _do(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    )
+    _do(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
     place = _do(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     (Path(place) / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     return python
@@ -112,40 +81,13 @@ def _plainly(python: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_wheel_runs_kernels_without_a_compiler(handed_out: Path, tmp_path: Path) -> None:
-    (wheel,) = handed_out.glob("*.whl")
-    assert re.fullmatch(r"throughtime-[\d.]+-py3-none-.*", wheel.stem)
-    assert _plainly(_installed(wheel, tmp_path), RUN) in {"v4", "v3", "v2", "base"}
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
-def test_the_wheel_runs_on_every_system_that_torch_runs_on(handed_out: Path) -> None:
-    (wheel,) = handed_out.glob("*.whl")
-    major, minor = map(int, re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)[-1])
-    assert (major, minor) <= (2, 28), wheel.name  # torch's own tag since 2.6
-    names = _do(sys.executable, "-m", "zipfile", "-l", wheel)
-    assert "libthroughtime.so" in names
-    assert ".cpp" not in names
-    assert "libgomp" not in names
-
-
 def test_the_sdist_builds_and_without_a_compiler_gives_plain_python(
     handed_out: Path, tmp_path: Path
 ) -> None:
     (sdist,) = handed_out.glob("*.tar.gz")
     for name, environment in (("core", {}), ("plain", {"CXX": "/bin/false"})):
-        _do(
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--wheel-dir",
-            tmp_path / name,
-            sdist,
-            **environment,
-        )
+        command = [sys.executable, *["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]]
+        _do(*command, tmp_path / name, sdist, **environment)
     (core,), (plain,) = (tmp_path / "core").iterdir(), (tmp_path / "plain").iterdir()
     assert not core.name.endswith("-any.whl")
     assert plain.name.endswith("-py3-none-any.whl")

@@ -16,10 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import types
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +148,6 @@ class Counts:
         nonzero: shapes that depend on values: `nonzero`, `x[mask]`, `unique`.
         operators: kernels that were started, copies on the device included.
         events: waits for an event, a queue or the whole device.
-        names: how often each operator was started.
     """
 
     to_device: int = 0
@@ -159,7 +157,6 @@ class Counts:
     nonzero: int = 0
     operators: int = 0
     events: int = 0
-    names: Counter[str] = field(default_factory=Counter[str], repr=False)
 
     @property
     def waits(self) -> int:
@@ -176,7 +173,7 @@ def counted(*, refuse: Sequence[str] = ()) -> Generator[Counts]:
     """
     ops: Any = torch.ops.mock
     counts = Counts()
-    before, names = ops.counts(), _operators()
+    before = ops.counts()
     for kind in refuse:
         ops.refuse(KINDS.index(kind), True)
     try:
@@ -186,9 +183,3 @@ def counted(*, refuse: Sequence[str] = ()) -> Generator[Counts]:
             ops.refuse(KINDS.index(kind), False)
         for kind, old, new in zip(KINDS, before, ops.counts(), strict=True):
             setattr(counts, kind, new - old)
-        counts.names = _operators() - names
-
-
-def _operators() -> Counter[str]:
-    lines = [line.split() for line in torch.ops.mock.operators().splitlines()]
-    return Counter({name: int(number) for name, number in lines})

@@ -7,7 +7,7 @@ weights are drawn on the CPU. Products are computed in full precision meanwhile 
 Shapes: `T` steps, `B` lanes.
 """
 
-import copy
+import io
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,10 +33,11 @@ from throughtime.nn import GRU, LSTM
 from throughtime.predict import Predictor, predict
 from throughtime.stream import Stream
 from throughtime.testing import check_carry, check_no_leak
-from throughtime.updates import Updates, updates
+from throughtime.updates import updates
 
 Numbers: TypeAlias = Iterable[Tensor | float]
 FEATURES, HIDDEN, STEPS, LANES, CHUNK, SEED = 3, 8, (70, 33, 48, 25), 2, 10, 0
+CPU = torch.device("cpu")
 
 
 class Setting(NamedTuple):
@@ -63,21 +64,9 @@ class Setting(NamedTuple):
 
     def net(self, make: Callable[[], nn.Module]) -> Carried:
         torch.default_generator.manual_seed(SEED)
-        return carry(make()).to(self.device, self.dtype)
-
-
-class _CellLoop(nn.Module):
-    """A loop over a cell, as users write it; returns its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        states: list[Tensor] = [x.new_zeros(x.shape[1], HIDDEN) if h is None else h]
-        for step in x:
-            states.append(self.cell(step, states[-1]))
-        return self.head(torch.stack(states[1:])), states[-1]
+        with CPU:
+            module = make()
+        return carry(module).to(self.device, self.dtype)
 
 
 class _GatedScan(nn.Module):
@@ -101,17 +90,15 @@ def _layers(layer: Callable[..., nn.Module], *between: nn.Module, **options: Any
 NETS: dict[str, Callable[[], nn.Module]] = {
     "nn.LSTM": lambda: _layers(nn.LSTM),
     "nn.GRU": lambda: _layers(nn.GRU, num_layers=2),
-    "nn.RNN": lambda: _layers(nn.RNN),
     "tt.nn.LSTM": lambda: _layers(LSTM, num_layers=2),
     "tt.nn.GRU": lambda: _layers(GRU),
-    "loop over a cell": _CellLoop,
+    "loop over a cell": lambda: nn.Sequential(nn.GRUCell(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)),
     "linear scan": _GatedScan,
 }
 POLICIES: dict[str, Policy] = {
     "Truncated": Truncated(CHUNK),
     "Truncated, horizon": Truncated(CHUNK, 3 * CHUNK),
-    "Truncated, burn-in": Truncated(CHUNK, 2 * CHUNK, burn_in=5),
-    "Truncated, jitter": Truncated(CHUNK, jitter=True),
+    "Truncated, jitter": Truncated(CHUNK, 2 * CHUNK, jitter=True, burn_in=5),
     "Exact": Exact(chunk=7),
     "Exact, cut": Exact(cut_every=25),
     "Adaptive": Adaptive(0.1, CHUNK, 4 * CHUNK, every=2),
@@ -143,21 +130,20 @@ def _steps(net: Carried, run: Iterable[Any], stepper: torch.optim.Optimizer) -> 
 
 
 def _resume(setting: Setting) -> Iterator[Tensor]:
-    """An epoch that is interrupted: weights, optimizer and position go on from their copies."""
-    policy = Truncated(CHUNK, 2 * CHUNK)
-
-    def start() -> tuple[Carried, torch.optim.Optimizer, Updates]:
-        net = setting.net(NETS["nn.LSTM"])
+    """Saved on the device, resumed on the CPU, and back."""
+    policy, saved = Truncated(CHUNK, 2 * CHUNK), io.BytesIO()
+    for place in (setting.device, CPU, setting.device):
+        net = setting.net(NETS["nn.LSTM"]).to(place)
         adam = torch.optim.Adam(net.parameters())
-        return net, adam, updates(net, setting.stream(), nn.MSELoss(), gradient=policy)
-
-    net, adam, run = start()
-    yield from _steps(net, islice(run, 3), adam)
-    saved = copy.deepcopy([part.state_dict() for part in (net, adam, run)])
-    net, adam, run = start()
-    for part, values in zip((net, adam, run), saved, strict=True):
-        part.load_state_dict(values)
-    yield from _steps(net, run, adam)
+        run = updates(net, setting.stream(), nn.MSELoss(), gradient=policy)
+        if saved.tell():
+            saved.seek(0)
+            states = torch.load(saved, map_location=place)
+            for part, values in zip((net, adam, run), states, strict=True):
+                part.load_state_dict(values)
+        yield from _steps(net, islice(run, 3), adam)
+        saved = io.BytesIO()
+        torch.save([part.state_dict() for part in (net, adam, run)], saved)
 
 
 def _dropout(setting: Setting) -> Numbers:
@@ -189,7 +175,8 @@ def _predict(setting: Setting) -> Numbers:
     whole, _ = predict(net, recording["inputs"], chunk=16)
     predictor = Predictor(net)
     steps = [predictor.step(x.unsqueeze(0).to(setting.device)) for x in recording["inputs"]]
-    return [whole, torch.cat(steps)]
+    net.to(CPU)  # and the state follows
+    return [whole, torch.cat(steps), predictor(recording["inputs"][:9].unsqueeze(1))]
 
 
 def _audit(setting: Setting) -> Numbers:
@@ -271,7 +258,7 @@ LAWS: dict[str, Callable[[Setting], Numbers]] = {
 
 def deviation_of(name: str, setting: Setting) -> float:
     """The largest deviation of the numbers of a law, relative to the largest one of each result."""
-    expected = numbers_of(name, setting._replace(device=torch.device("cpu")), plain=True)
+    expected = numbers_of(name, setting._replace(device=CPU), plain=True)
     return _deviation(numbers_of(name, setting), expected)
 
 

@@ -6,25 +6,19 @@ from typing import Any
 import pytest
 import torch
 from mock_device import DEVICE
-from torch import Tensor, nn
+from torch import nn
 
 import throughtime as tt
 from throughtime.gradient import Update
 
 CPU = torch.device("cpu")
-BROKEN = 250  # its target is infinite
-POLICIES = [tt.Truncated(100), tt.Truncated(100, horizon=200)]
 
 
 class Loop:
     """600 steps in updates of 100; one target is infinite."""
 
     def __init__(
-        self,
-        policy: Any,
-        device: torch.device = DEVICE,
-        broken: int = BROKEN,
-        **options: Any,
+        self, policy: Any, device: torch.device = DEVICE, broken: int = 250, **options: Any
     ) -> None:
         torch.manual_seed(0)
         x, y = torch.randn(600, 3), torch.randn(600, 1)
@@ -36,9 +30,6 @@ class Loop:
         self.updates = tt.updates(self.net, stream, nn.MSELoss(), gradient=policy, **options)
         self.gradients: list[float] = []
 
-    def weights(self) -> list[Tensor]:
-        return [weight.detach().cpu().clone() for weight in self.net.parameters()]
-
     def __iter__(self) -> Iterator[Update]:
         """The updates, each with the largest gradient beside it in `gradients`."""
         for update in self.updates:
@@ -49,30 +40,24 @@ class Loop:
             self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", [tt.Truncated(100), tt.Truncated(100, 200)], ids=repr)
 def test_the_update_after_it_raises_and_the_weights_are_those_before_it(policy: Any) -> None:
     loop = Loop(policy)
-    before: list[Tensor] = []
-    message = (
-        r"(the loss|the gradient of '0\.weight_ih_l0') is not finite .* steps 200 to 299 of"
-        r" the epoch \(recording 0\), .* It is the update before this one\. Its `\.grad` was set to"
-    )
+    message = r"steps 200 to 299 of the epoch .* It is the update before this one\. Its `\.grad`"
     updates = iter(loop)
     for start in (0, 100, 200):
         assert next(updates).chunk.start == start
-        before = loop.weights()
         assert (start == 200) is (loop.gradients[-1] == 0)
+    before = [weight.detach().cpu() for weight in loop.net.parameters()]
     with pytest.raises(tt.errors.RunError, match=message):
         next(updates)
-    for old, new in zip(before, loop.weights(), strict=True):
-        assert torch.equal(old, new)
+    torch.testing.assert_close([w.detach().cpu() for w in loop.net.parameters()], before)
 
 
-@pytest.mark.parametrize("policy", [tt.Truncated(100), tt.Exact(cut_every=100)])
-def test_now_reads_before_the_update_is_returned_as_the_cpu_does(policy: Any) -> None:
+def test_now_reads_before_the_update_is_returned_as_the_cpu_does() -> None:
     ways: list[dict[str, Any]] = [{"finite": "now"}, {"device": CPU}]
     for options in ways:
-        loop = Loop(policy, **options)
+        loop = Loop(tt.Exact(cut_every=100), **options)
         with pytest.raises(tt.errors.RunError, match=r"steps 200 to 299 .* weights are unchanged"):
             list(loop)
         assert len(loop.gradients) == 2
@@ -85,9 +70,9 @@ def test_the_last_update_is_read_at_the_end_of_the_epoch() -> None:
     assert len(loop.gradients) == 6
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_position_is_saved_after_the_flag_is_read(policy: Any) -> None:
+def test_a_position_is_saved_after_the_flag_is_read() -> None:
     """The handler of the error saves the position before the update that was not finite."""
+    policy = tt.Truncated(100, horizon=200)
     loop = Loop(policy)
     updates = iter(loop)
     for _ in range(3):

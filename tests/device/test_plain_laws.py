@@ -25,6 +25,15 @@ def test_every_law_holds_and_is_computed_on_the_device(name: str, dtype: torch.d
     assert counts.operators > 100
 
 
+@pytest.mark.parametrize("name", ["tt.Truncated, jitter", "tt.Exact", "tt.Randomized"])
+def test_a_default_device_changes_nothing(name: str) -> None:
+    torch.set_default_device(DEVICE)
+    try:
+        assert deviation_of(name, Setting(DEVICE, torch.float64)) < 1e-12
+    finally:
+        torch.set_default_device(None)
+
+
 def wrong_outputs(y: Any, after: Any) -> Any:
     return y * 1.001, after
 
@@ -36,7 +45,7 @@ def wrong_state(y: Any, after: Any) -> Any:
 @pytest.mark.parametrize("change", [wrong_outputs, wrong_state])
 @pytest.mark.parametrize(
     "name",
-    ["nn.RNN, Exact", "tt.predict"],
+    ["nn.GRU, Exact", "tt.predict"],
 )
 def test_a_device_that_computes_something_else_is_noticed(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch

@@ -81,9 +81,7 @@ def make_net(device: torch.device) -> Carried:
 LOOPS = {
     "plain": Loop(),
     "mask and resets": Loop(lengths=SHORT, masked=True),
-    "horizon, mask and resets": Loop(tt.Truncated(100, horizon=200), SHORT, masked=True),
     "windows across blocks": Loop(tt.Truncated(70, horizon=150), (600,) * 200, masked=True),
-    "accumulated": Loop(lengths=(800,) * 200, masked=True, accumulate=2),
     "accumulated, class weights": Loop(lengths=(800,) * 200, weighted=True, accumulate=2),
     "few lanes": Loop(lengths=(1000, 1000), masked=True, lanes=2),
     "Adaptive": Loop(tt.Adaptive(tolerance=0.1, min=50, max=100), (900, 900), lanes=2),
@@ -140,16 +138,16 @@ class Shift(nn.Module):
         return x - self.shift
 
 
-def exact_update(
-    n: int, policy: Any, device: torch.device = DEVICE, weight: Tensor | None = None
-) -> tuple[Carried, Update]:
-    """The first update of a recording of `n` steps in chunks of 100."""
+def shifting() -> Carried:
     torch.manual_seed(3)
-    layers = nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))
-    net = tt.carry(layers).to(device)
+    return tt.carry(nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))).to(DEVICE)
+
+
+def exact_update(n: int, policy: Any, weight: Tensor | None = None) -> Update:
+    """The first update of a recording of `n` steps in chunks of 100."""
     stream = tt.Stream(recordings(n)[:2], lanes=2, chunk=100)
-    loss_fn = nn.CrossEntropyLoss(weight).to(device)
-    return net, next(tt.updates(net, stream, loss_fn, gradient=policy))
+    loss_fn = nn.CrossEntropyLoss(weight).to(DEVICE)
+    return next(tt.updates(shifting(), stream, loss_fn, gradient=policy))
 
 
 @pytest.mark.parametrize(
@@ -172,22 +170,18 @@ def test_an_exact_gradient_waits_a_fixed_number_of_times_for_each_recording(
 def exact_trials() -> int:
     """Waits for the first call of a new net, which is tried."""
     with counted() as counts:
-        torch.manual_seed(3)
-        net = tt.carry(nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))).to(DEVICE)
-        x = torch.zeros(8, 2, 3, device=DEVICE)
+        net, x = shifting(), torch.zeros(8, 2, 3, device=DEVICE)
         net(x, net.initial_state(2, like=x))
     return counts.waits
 
 
-def predicted(n: int, on_nan: Any = "raise", net: Carried | None = None) -> Tensor:
-    net = make_net(DEVICE) if net is None else net
-    y, _ = tt.predict(net, recordings(n)[0]["inputs"], chunk=100, on_nan=on_nan)
-    return y
-
-
 @pytest.mark.parametrize("on_nan", ["raise", "hold"])
 def test_a_prediction_waits_twice_for_each_chunk(on_nan: Any) -> None:
-    first, second = waits_of(lambda n: predicted(n, on_nan), (400, 1600))
+    def predicted(n: int) -> object:
+        data = recordings(n)[0]["inputs"]
+        return tt.predict(make_net(DEVICE), data, chunk=100, on_nan=on_nan)
+
+    first, second = waits_of(predicted, (400, 1600))
     assert second - first == 2 * 12
 
 
