@@ -181,7 +181,7 @@ def test_classic_netcdf_names_scipy_with_the_extra(
     monkeypatch.setitem(sys.modules, "scipy.io", None)
     with pytest.raises(
         MissingExtraError,
-        match=r"r\.nc: classic netCDF needs scipy\.io; pip install 'throughtime\[netcdf\]'",
+        match=r"r\.nc: its format needs scipy\.io; pip install 'throughtime\[netcdf\]'",
     ):
         open_table(tmp_path / "r.nc")
 

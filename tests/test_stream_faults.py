@@ -124,9 +124,3 @@ def test_a_recording_without_events_goes_with_those_that_have_some() -> None:
         assert chunk.targets is not None
         assert chunk.targets.dtype == torch.int64
         assert chunk.valid_steps == 2
-
-
-def test_time_spent_on_steps_read_again_counts_as_waiting() -> None:
-    stream = tt.Stream(LONG, lanes=1, chunk=10)
-    stream.read(0, 50)
-    assert stream.wait_seconds > 0

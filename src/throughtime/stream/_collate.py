@@ -88,8 +88,7 @@ class Collator:
             if len(rows) != part.steps:
                 raise DataError(
                     f"recording '{recording.name}' gave {len(rows)} of the {part.steps} steps asked"
-                    f" for at step {part.position}, as {role}; it said that it has"
-                    f" {len(recording)}. Did the file change?"
+                    f" for at step {part.position}, as {role}; it said that it has {len(recording)}"
                 )
             if rows.dtype == np.uint64:
                 check_exact(f"recording '{recording.name}': {role}", rows, self._dtype(role, rows))
@@ -115,8 +114,7 @@ class Collator:
                 )
             if role in steps.series and hasattr(Chunk, role):
                 raise DataError(
-                    f"recording '{name}' has a series '{role}', a name that every chunk has; give"
-                    " it another name"
+                    f"recording '{name}' has a series '{role}', a name that every chunk has"
                 )
         words = {role: self._words(role, array) for role, array in arrays.items()}
         first, expected = self._layout = self._layout or (name, words)
@@ -175,11 +173,10 @@ class Collator:
             if (values := missing[part.start : part.stop, part.lane]).any()
         )
         step, column = np.argwhere(values)[0].tolist()
+        recording = self.recordings[part.recording]
         raise DataError(
-            f"recording '{self.recordings[part.recording].name}' has an input that is NaN or"
-            " infinite at"
-            f" {location(self.recordings[part.recording], part.position + step, column)}."
-            f" {self.advice}"
+            f"recording '{recording.name}' has an input that is NaN or infinite at"
+            f" {location(recording, part.position + step, column)}. {self.advice}"
         )
 
 
