@@ -115,8 +115,8 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
     if not {"id", "inputs", *static} <= names <= known or len(known) < len(COLUMNS) + len(static):
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional), got {listed(file.names)}; features of recordings have others, named by"
-            f" --static, which is '{','.join(static)}'"
+            f" optional), and static features under other names; got {listed(file.names)} and"
+            f" static={','.join(static)}; to feed one to the net write --static and its column"
         )
     rows = [row for batch in file.texts() for row in batch.to_pylist()]
     if not rows:

@@ -177,7 +177,7 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     for name, member in arrays.items():
         if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
             raise DataError(
-                f"{name!r} has the attribute {min(packing)} of netCDF: name {member.file.filename} .nc"
+                f"{group.filename}: '{name}' has the attribute {min(packing)}, name the file .nc"
             )
     return arrays
 
