@@ -378,6 +378,15 @@ def test_whole_numbers_that_a_type_would_change_are_refused(kind: str, tmp_path:
         list(tt.Stream(LARGE[kind](tmp_path), 1, 5))
 
 
+def test_whole_numbers_that_the_dtype_of_a_stream_merges_are_refused() -> None:
+    """float32 rounds large counts, as always; from 2^53 on they may be labels."""
+    for dtype in (torch.float32, torch.float64):
+        (chunk,) = tt.Stream(np.array([[20_000_000]]), 1, 5, dtype=dtype)
+        assert chunk.inputs.item() == 20_000_000
+        with pytest.raises(DataError, match="whole numbers have so many digits that float64"):
+            list(tt.Stream(np.array([[2**53], [2**53 + 1]]), 1, 5, dtype=dtype))
+
+
 def test_whole_targets_of_a_regression_keep_their_values(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", u=[0.5, 1.0], y=[2**53 + 1, 1])
     with pytest.raises(DataError, match="whole numbers have so many digits"):

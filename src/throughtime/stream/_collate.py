@@ -41,7 +41,7 @@ class Collator:
     reading: bool = False
 
     def __post_init__(self) -> None:
-        self._layout: tuple[str, dict[str, str]] | None = None  # of the first recording, in words
+        self._layout: Any = None  # of the first recording: its name, and what it has in words
         self._sample: Rows = {}  # of it
         self._accepted = set[tuple[Any, ...]]()
         self._lengths = np.array([*map(len, self.recordings)])
@@ -90,8 +90,9 @@ class Collator:
                     f"recording '{recording.name}' gave {len(rows)} of the {part.steps} steps asked"
                     f" for at step {part.position}, as {role}; it said that it has {len(recording)}"
                 )
-            if rows.dtype == np.uint64:
-                check_exact(f"recording '{recording.name}': {role}", rows, self._dtype(role, rows))
+            if rows.dtype.itemsize > 4:
+                exact = np.promote_types(self._dtype(role, rows), np.int64)
+                check_exact(f"recording '{recording.name}': {role}", rows, exact)
         # layouts that are known to fit need not be put in words
         layout = tuple((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
         if layout not in self._accepted:

@@ -73,7 +73,7 @@ class ArrowFile(Table):
     ) -> None:
         self.path, self._starts, self._nullable, self._batch = path, starts, nullable, batch
         self._faults = faults
-        self._latest: tuple[Any, Any] = None, None  # the batches that were read last
+        self._latest: Any = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
