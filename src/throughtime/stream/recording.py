@@ -131,7 +131,7 @@ class TableRecording:
         columns = inputs[:, None] if floating and inputs.ndim == 1 else inputs
         if columns.ndim != 2:
             raise DataError(
-                f"recording '{self.name}': static features need inputs (T, D), not {inputs.shape}"
+                f"'{self.name}': static features go beside inputs (T, D), not {inputs.shape}"
             )
         exact = np.result_type(columns, static)
         check_exact(f"recording '{self.name}'", columns, exact)

@@ -132,7 +132,7 @@ class Stream:
             raise DataError(f"missing={missing!r}: expected 'error' or 'mask'")
         if dtype is not None and dtype not in DTYPES:
             raise DataError(
-                f"dtype={dtype}: expected {', '.join(map(str, DTYPES))}; or torch.autocast"
+                f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; or torch.autocast"
             )
         self.recordings = tuple(as_recordings(recordings))
         check_standardise(standardise, self.recordings, missing)
