@@ -192,6 +192,15 @@ def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
 def waited(source: Any, updates: int = 500) -> float:
     """Share of the time of a training that it waits for data."""
     net, stream = small("rnn-8"), stream_of(source)
+    read, waits = stream.read, list[float]()
+
+    def timed(start: int, stop: int) -> Any:
+        asked = time.perf_counter()
+        chunk = read(start, stop)
+        waits.append(time.perf_counter() - asked)
+        return chunk
+
+    stream.read = timed
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     began = time.perf_counter()
     for i, _ in enumerate(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(CHUNK))):
@@ -199,7 +208,7 @@ def waited(source: Any, updates: int = 500) -> float:
         optimizer.zero_grad()
         if i == updates:
             break
-    return round(stream.wait_seconds / (time.perf_counter() - began), 4)
+    return round(sum(waits) / (time.perf_counter() - began), 4)
 
 
 def private(process: psutil.Process) -> int:

@@ -60,10 +60,8 @@ def unwritten(file: netCDF4.Dataset) -> None:
     file.createVariable("v", "i2", ("time",))[:5] = COUNTS[:5]
 
 
-def default_fill_of_bytes(path: Path) -> Reference:
-    values = np.where(AT_2, -127, COUNTS)
-    numbers = netcdf(v("i1", values))(path).numbers
-    return Reference({**numbers, "v": values})  # netCDF has no fill of bytes
+def unwritten_bytes(file: netCDF4.Dataset) -> None:
+    file.createVariable("w", "u1", ("time",))[:5] = COUNTS[:5] + 4
 
 
 def stations(file: netCDF4.Dataset) -> None:
@@ -124,7 +122,9 @@ ODD: dict[str, Writer] = {
         v("f8", np.where(AT_2, netCDF4.default_fillvals["f8"], U)), kind=CLASSIC
     ),
     "netcdf_unwritten.nc": netcdf(unwritten),
-    "netcdf_default_fill_of_bytes.nc": default_fill_of_bytes,
+    "netcdf_default_fill_of_bytes.nc": netcdf(
+        v("i1", np.where(AT_2, -127, COUNTS)), unwritten_bytes
+    ),
     "netcdf_missing_values.nc": netcdf(v("i2", missing_value=np.array([2, 5], np.int16))),
     "netcdf_valid_range.nc": netcdf(v("i2", valid_range=np.array([-2, 4], np.int16))),
     "netcdf_valid_min_of_packed.nc": netcdf(

@@ -129,11 +129,15 @@ def test_a_file_that_was_replaced_by_one_of_equal_size_and_time_is_converted_aga
     assert open_table(path).read(0, 1, "a")[0, 0] == 5.5
     assert len(cached(cache)) == 1
     real = arrow.fingerprint
-    monkeypatch.setattr(arrow, "fingerprint", lambda path: real(path)[:2])
-    open_table(path)
-    path.write_bytes(changed.replace(b"5.5", b"6.5"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert open_table(path).read(0, 1, "a")[0, 0] == 5.5, "the mutant is as right"
+    for parts, text, expected in (([1, 4], b"6.5", 6.5), ([0, 1], b"7.5", 6.5)):
+        monkeypatch.setattr(
+            arrow, "fingerprint", lambda p, parts=parts: [real(p)[i] for i in parts]
+        )
+        open_table(path)
+        path.write_bytes(changed.replace(b"5.5", text))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        found = open_table(path).read(0, 1, "a")[0, 0]
+        assert found == expected, "the sum of blocks decides; the mutant without it is as right"
 
 
 def test_the_files_of_other_options_lie_beside_each_other(tmp_path: Path, cache: Path) -> None:

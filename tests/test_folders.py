@@ -70,7 +70,7 @@ def test_hidden_files_runs_and_predictions_are_left_out(tmp_path: Path) -> None:
         *("notes.txt.bak", "sub/README.md"),
     )
     assert names_of(folder) == [("1.csv", "")]
-    assert read_folder(folder).others == ["notes.txt.bak", "sub/README.md"]
+    assert read_folder(folder)[1] == ["notes.txt.bak", "sub/README.md"]
     settings = {"data": str(folder), "task": "regress", "targets": ["y"], "out": str(tmp_path)}
     assert (
         "2 files left out: of no known format: notes.txt.bak, sub/README.md"

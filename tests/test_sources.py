@@ -352,6 +352,7 @@ LARGE: dict[str, Callable[[Path], Any]] = {
     )[1],
     "frame": lambda _: columns(u=[2**53 + 1, 2**53], v=[0.5, 1.5]),
     "mapping": lambda _: tt.recording({"u": np.array([2**53 + 1]), "v": np.array([0.5])}),
+    "static": lambda _: {"inputs": np.array([[2**53 + 1]]), "static": [0.5]},
 }
 
 
@@ -361,13 +362,63 @@ def test_whole_numbers_that_a_type_would_change_are_refused(kind: str, tmp_path:
         list(tt.Stream(LARGE[kind](tmp_path), 1, 5))
 
 
+def test_whole_numbers_that_the_dtype_of_a_stream_merges_are_refused() -> None:
+    """float32 rounds large counts, as always; from 2^53 on they may be labels."""
+    for dtype in (torch.float32, torch.float64):
+        (chunk,) = tt.Stream(np.array([[20_000_000]]), 1, 5, dtype=dtype)
+        assert chunk.inputs.item() == 20_000_000
+        with pytest.raises(DataError, match="whole numbers have so many digits that float64"):
+            list(tt.Stream(np.array([[2**53], [2**53 + 1]]), 1, 5, dtype=dtype))
+
+
 def test_steps_of_a_data_set_are_one_dimension_by_name() -> None:
     x, y = np.arange(9.0).reshape(3, 3), np.arange(3.0)
-    data = xr.Dataset({"x": (("ch", "time"), x), "y": ("time", y), "z": ("space", y)})
+    data = xr.Dataset({"x": (("ch", "time"), x), "y": ("time", y), "z": ("space", y[1:])})
     recording = tt.recording(data, inputs="x", targets="y")
     assert np.array_equal(recording.read(0, 3).inputs, x.T)
     with pytest.raises(DataError, match=r"\['z'\] asked for, it has x float64 \(3, 3\), y"):
         tt.recording(data, inputs="z")
+
+
+def test_dimensions_of_one_length_are_not_both_the_steps(tmp_path: Path) -> None:
+    """A variable over another one was left out, or, of a file, a column."""
+    y = np.arange(3.0)
+    data = xr.Dataset({"y": ("time", y), "z": ("space", y), "x": (("ch", "time"), np.eye(3))})
+    square = data[["y", "x"]]
+    data.to_netcdf(tmp_path / "two.nc")
+    square.to_netcdf(tmp_path / "square.nc")
+    for source, other in (
+        (data, "space"),
+        (tmp_path / "two.nc", "space|ch"),
+        (tmp_path / "square.nc", "ch"),
+    ):
+        with pytest.raises(DataError, match=rf"'time' or '({other})', of one length.*drop_dims"):
+            tt.recording(source, targets="y")
+    assert np.array_equal(tt.recording(square, inputs="x").read(0, 3).inputs, np.eye(3))
+
+
+def test_text_of_a_netcdf_file_is_a_column(tmp_path: Path) -> None:
+    """It was left out without a word; its class is read, and as an input it is refused."""
+    path, labels = tmp_path / "x.nc", np.array(["N", "V", "N"], object)
+    xr.Dataset({"u": ("time", [1.0, 2, 3]), "y": ("time", labels)}).to_netcdf(path)
+    targets = tt.recording(path, targets="y", classes=["N", "V"]).read(0, 3).targets
+    assert targets is not None
+    assert targets.tolist() == [0, 1, 0]
+    with pytest.raises(DataError, match="column 'y' of the inputs holds text"):
+        tt.recording(path)
+
+
+def test_a_forecast_needs_targets() -> None:
+    """Without them `ahead` was ignored."""
+    with pytest.raises(DataError, match=r"ahead=2 of a recording without targets"):
+        tt.Stream({"inputs": np.zeros(9), "ahead": 2}, 1, 5)
+    with pytest.raises(DataError, match=r"ahead=range\(1, 3\) of a recording without targets"):
+        tt.recording(np.zeros((9, 1)), ahead=range(1, 3))
+
+
+def test_a_column_may_be_its_number() -> None:
+    rows = tt.recording(values(), inputs=1, targets=0).read(0, T)
+    assert np.array_equal(rows.inputs[:, 0], values()[:, 1])
 
 
 def test_arrays_that_are_no_columns_are_named_and_the_others_are_read(tmp_path: Path) -> None:

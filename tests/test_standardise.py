@@ -113,6 +113,16 @@ def test_whole_recordings_are_standardised_wherever_they_are_played_whole(tmp_pa
             play()
 
 
+def test_windows_are_not_standardised_each_by_itself() -> None:
+    """Mutant: the statistics of a window take its level away."""
+    data = recordings(3, 2)
+    with pytest.raises(DataError, match=r"of windows: cut what is standardised: tt\.windows\("):
+        tt.Stream(tt.windows(data, 300), 2, 100, standardise="recording")
+    whole = tt.Stream(data, 2, 100, standardise="recording").recordings
+    cut = tt.Stream(tt.windows(whole, 300), 2, 100, standardise="recording").recordings
+    np.testing.assert_array_equal(cut[1].read(0, 300).inputs, whole[0].read(300, 600).inputs)
+
+
 @pytest.mark.parametrize("how", ["recording", "first:400"])
 def test_a_net_without_the_layer_of_its_stream_is_refused(how: str) -> None:
     stream = tt.Stream(recordings(0, 2), 2, 100, standardise=how)

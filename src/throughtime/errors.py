@@ -15,7 +15,7 @@ import difflib
 import inspect
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
 
 _SHOWN = 8  # names of a list in a message, each of at most _LONGEST characters
 _LONGEST = 100
+_MAX_FAULTS = 5  # of a message
 
 
 def listed(names: Iterable[object], *, quoted: bool = False) -> str:
@@ -66,6 +67,19 @@ def counted(count: int, one: str, many: str = "") -> str:
         ('1 lane', '2,000 lanes', '2 steps have')
     """
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def join_faults(faults: Sequence[str]) -> str:
+    """Join faults into one message: five at most, and the number of others.
+
+    Example:
+        >>> from throughtime.errors import join_faults
+        >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
+        ('a; b', 'a; b; c; d; e; and 3 more faults')
+    """
+    rest = len(faults) - _MAX_FAULTS
+    more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
+    return "; ".join([*faults[:_MAX_FAULTS], *more])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

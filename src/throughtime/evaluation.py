@@ -123,7 +123,8 @@ def evaluate(
 def warn_of_cuts(stream: Stream) -> None:
     """Warn where the stream cuts recordings: an evaluation starts each part from the start."""
     stream._sync_ranks()
-    if cuts := stream._schedule.cuts:
+    spans = [span.recording for row in stream._schedule.spans for span in row]
+    if cuts := len(spans) - len({*spans}):
         count, ranks = len(stream.recordings), stream._shard.ranks
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"

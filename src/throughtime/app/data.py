@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from throughtime.app.settings import Config
-from throughtime.errors import DataError, counted, did_you_mean, listed
+from throughtime.errors import DataError, counted, did_you_mean, join_faults, listed
 from throughtime.stream import Recording
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array, is_number
@@ -27,7 +27,6 @@ from throughtime.stream.manifest import (
     ManifestEntry,
     find_recordings,
     is_folder,
-    join_faults,
     manifest_of,
     read_folder,
 )
@@ -479,7 +478,7 @@ def _check_values(train: Statistics, valid: Statistics) -> None:
 def _left_out(data: Path, statistics: Statistics) -> Iterator[str]:
     """The files and steps that are not trained on."""
     is_list = manifest_of(data) is not None or not is_folder(data)
-    others = () if is_list else read_folder(data).others
+    others = () if is_list else read_folder(data)[1]
     for count, noun, why in (
         (len(others), "file", f"of no known format: {listed(others)}"),
         (statistics.without_inputs, "step", "the inputs are NaN or infinite"),

@@ -25,10 +25,9 @@ from throughtime import tensor_files
 from throughtime.app.settings import CODE, Config, read_toml
 from throughtime.app.user_class import kept_class
 from throughtime.distributed import differing_keys
-from throughtime.errors import ConfigError, RunError, listed
+from throughtime.errors import ConfigError, RunError, join_faults, listed
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
-from throughtime.stream.manifest import join_faults
 
 T = TypeVar("T")
 MODEL = "throughtime.model/1"

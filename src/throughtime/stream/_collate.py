@@ -41,7 +41,7 @@ class Collator:
     reading: bool = False
 
     def __post_init__(self) -> None:
-        self._layout: tuple[str, dict[str, str]] | None = None  # of the first recording, in words
+        self._layout: Any = None  # of the first recording: its name, and what it has in words
         self._sample: Rows = {}  # of it
         self._accepted = set[tuple[Any, ...]]()
         self._lengths = np.array([*map(len, self.recordings)])
@@ -88,11 +88,11 @@ class Collator:
             if len(rows) != part.steps:
                 raise DataError(
                     f"recording '{recording.name}' gave {len(rows)} of the {part.steps} steps asked"
-                    f" for at step {part.position}, as {role}; it said that it has"
-                    f" {len(recording)}. Did the file change?"
+                    f" for at step {part.position}, as {role}; it said that it has {len(recording)}"
                 )
-            if rows.dtype == np.uint64:
-                check_exact(f"recording '{recording.name}': {role}", rows, self._dtype(role, rows))
+            if rows.dtype.itemsize > 4:
+                exact = np.promote_types(self._dtype(role, rows), np.int64)
+                check_exact(f"recording '{recording.name}': {role}", rows, exact)
         # layouts that are known to fit need not be put in words
         layout = tuple((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
         if layout not in self._accepted:
@@ -115,8 +115,7 @@ class Collator:
                 )
             if role in steps.series and hasattr(Chunk, role):
                 raise DataError(
-                    f"recording '{name}' has a series '{role}', a name that every chunk has; give"
-                    " it another name"
+                    f"recording '{name}' has a series '{role}', a name that every chunk has"
                 )
         words = {role: self._words(role, array) for role, array in arrays.items()}
         first, expected = self._layout = self._layout or (name, words)
@@ -175,11 +174,10 @@ class Collator:
             if (values := missing[part.start : part.stop, part.lane]).any()
         )
         step, column = np.argwhere(values)[0].tolist()
+        recording = self.recordings[part.recording]
         raise DataError(
-            f"recording '{self.recordings[part.recording].name}' has an input that is NaN or"
-            " infinite at"
-            f" {location(self.recordings[part.recording], part.position + step, column)}."
-            f" {self.advice}"
+            f"recording '{recording.name}' has an input that is NaN or infinite at"
+            f" {location(recording, part.position + step, column)}. {self.advice}"
         )
 
 

@@ -61,9 +61,8 @@ class ChunkQueue:
     def _joined(self) -> Chunk:
         if self.once:
             raise DataError(
-                "this gradient policy reads its steps again, and the chunks come from a"
-                f" {type(self._source).__name__}, which gives each of them once: give tt.updates a"
-                " tt.Stream, or a list of chunks"
+                "this gradient policy reads its steps again, and a"
+                f" {type(self._source).__name__} gives each once: give a tt.Stream or a list"
             )
         return join([*_checked(self._source)])
 
@@ -78,9 +77,8 @@ def _checked(chunks: Iterable[Any]) -> Iterator[Chunk]:
     for chunk in chunks:
         if not isinstance(chunk, Chunk):
             raise DataError(
-                f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
-                " tt.Stream(recordings, lanes, chunk), or Chunk.from_tensors(inputs, targets) of"
-                " throughtime.chunk"
+                f"the stream gave a {type(chunk).__name__}, expected a Chunk: tt.Stream has them,"
+                " or throughtime.chunk.Chunk.from_tensors(inputs, targets)"
             )
         if last is not None:
             _check_adjacent(last, chunk)
@@ -88,8 +86,7 @@ def _checked(chunks: Iterable[Any]) -> Iterator[Chunk]:
         yield chunk
     if last is None:
         raise DataError(
-            "the stream gave no chunk at all; an exhausted iterator? Give tt.updates a tt.Stream or"
-            " a list of chunks"
+            "the stream gave no chunk; an exhausted iterator? Give a tt.Stream or a list of chunks"
         )
 
 
@@ -97,8 +94,7 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
     """Require every lane to continue where it stopped, or to reset."""
     if last.lanes != chunk.lanes:
         raise DataError(
-            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a carried state needs the"
-            " same lanes in every chunk"
+            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a state needs equal ones"
         )
     before, after = last.metadata, chunk.metadata
     end, start = last.stop - 1, chunk.start
@@ -110,6 +106,5 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
         raise DataError(
             f"lane {lane} jumps from recording {int(before.recording[end, lane])}, step"
             f" {int(before.position[end, lane])} to recording {int(after.recording[start, lane])},"
-            f" step {int(after.position[start, lane])} without a reset: the chunks are not adjacent"
-            " (shuffled? sharded by a DataLoader?). Mark the reset, or use tt.Stream."
+            f" step {int(after.position[start, lane])} without a reset; shuffled? Use tt.Stream"
         )

@@ -74,8 +74,7 @@ def cut(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
         raise DataError("no recordings: expected at least one")
     if lanes > sum(lengths):
         raise DataError(
-            f"{lanes} lanes, but the recordings have {sum(lengths)} steps in all: a lane needs at"
-            " least one step; take fewer lanes"
+            f"{lanes} lanes, but the recordings have {sum(lengths)} steps in all; take fewer"
         )
     return [
         RecordingSpan(i, steps * k // parts, steps * (k + 1) // parts)
@@ -195,12 +194,6 @@ class LaneSchedule:
         return tuple(
             time for time in longest if all(time in row or time >= end for row, end in others)
         )
-
-    @property
-    def cuts(self) -> int:
-        """Spans that begin where another span of the same recording ends, over all ranks."""
-        recordings = [span.recording for row in self.spans for span in row]
-        return len(recordings) - len(set(recordings))
 
 
 def _place(

@@ -223,8 +223,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None) -> Non
     if len(blocks) == 1:
         raise DataError(
             f"recording '{name}': {listed(both, quoted=True)} are inputs and targets of the same"
-            " step, so the net would only learn to copy them; name other inputs: inputs=[...]"
-            " (--inputs), predict later values: ahead=1, or in Python allow_target_as_input=True"
+            " step; name other inputs=[...], use ahead=1, or write allow_target_as_input=True"
         )
 
 
@@ -236,8 +235,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
         labels = np.asarray(values, np.int64 if np.size(values) == 0 else None)
         if labels.dtype.kind == "U" and layout.task in ("regress", "multilabel"):
             raise DataError(
-                f"{source}: labels such as '{labels[0]}' are no numbers; are they classes?"
-                " task='classify' (--task classify)"
+                f"{source}: labels such as '{labels[0]}' are no numbers; classes? task='classify'"
             )
         if layout.task is not None and labels.dtype.kind in "biu":
             # a type that has a value for none
@@ -248,8 +246,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
     if len(targets) != count:
         raise DataError(
             f"recording '{name}' has {count:,} steps of {inputs.source} and {len(targets):,} of"
-            f" {targets.source}; both need one row per step. Repeat those of a lower rate, or give"
-            " intervals of steps with their labels: the columns start, stop, label"
+            f" {targets.source}; need one row each, or give intervals of steps with their labels"
         )
     if layout.task in (None, "classify") or not isinstance(targets, ColumnRows):
         return targets

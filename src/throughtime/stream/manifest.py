@@ -12,21 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from throughtime.errors import DataError, counted, listed
+from throughtime.errors import DataError, join_faults, listed
 from throughtime.stream.formats.table import FOLDERS, SUFFIXES, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
-SPLITS = {split: split for split in ("train", "valid", "test")} | {
+SPLITS = {
+    "train": "train",
     "training": "train",
+    "valid": "valid",
     "val": "valid",
     "validation": "valid",
+    "test": "test",
 }
 """Names of sub-folders, in lower case, and the splits that they mean."""
 OUTPUTS = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "predictions.json")
-_MAX_FAULTS = 5  # listed at most
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,6 @@ class ManifestEntry:
     static: tuple[float, ...] = ()
 
 
-class FolderContent(NamedTuple):
-    """The recordings of a folder by name, and the names of files of an unknown format."""
-
-    recordings: list[ManifestEntry]
-    others: list[str]
-
-
-def join_faults(faults: Sequence[str]) -> str:
-    """Join faults into one message: five at most, and the number of others.
-
-    Example:
-        >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
-        ('a; b', 'a; b; c; d; e; and 3 more faults')
-    """
-    rest = len(faults) - _MAX_FAULTS
-    more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
-    return "; ".join([*faults[:_MAX_FAULTS], *more])
-
-
 def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
     """List the recordings of a file, a folder or a manifest, in order.
 
@@ -88,11 +70,10 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
         data, entries = manifest, _entries(manifest, static, faults)
     elif static:
         raise DataError(
-            f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
-            f" {', '.join(COLUMNS)}), but this is not a manifest"
+            f"{data}: static={','.join(static)} names columns of a manifest, which this is not"
         )
     elif is_folder(data):
-        entries = read_folder(data).recordings
+        entries, _ = read_folder(data)
     else:
         return [ManifestEntry(data.name, "", (data,))]
     if faults := faults + _duplicates(entries):
@@ -134,15 +115,13 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
     if not {"id", "inputs", *static} <= names <= known or len(known) < len(COLUMNS) + len(static):
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            " optional), and those of static features under other names; got"
-            f" {listed(file.names)} and static={','.join(static)}; to feed a number of each"
-            " recording to the net, write --static and the names of its columns"
+            f" optional), and static features under other names; got {listed(file.names)} and"
+            f" static={','.join(static)}; to feed one to the net write --static and its column"
         )
     rows = [row for batch in file.texts() for row in batch.to_pylist()]
     if not rows:
         raise DataError(
-            f"{path}: the manifest lists no recording; write a line for each, such as:"
-            " a,train,a.csv"
+            f"{path}: the manifest lists no recording; write for each a line: a,train,a.csv"
         )
     return [
         _entry(path.parent, {name: text.strip() for name, text in row.items()}, static, faults)
@@ -194,14 +173,13 @@ def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
         if owner.name != entry.name:
             faults.append(
                 f"'{owner.name}' and '{entry.name}' are the same recording,"
-                f" {listed(dict.fromkeys((*owner.inputs, *entry.inputs)))}:"
-                " keep one of them, in one split"
+                f" {listed(dict.fromkeys((*owner.inputs, *entry.inputs)))}: keep one of them"
             )
     return faults
 
 
-def read_folder(folder: Path) -> FolderContent:
-    """List the recordings of a folder and its sub-folders.
+def read_folder(folder: Path) -> tuple[list[ManifestEntry], list[str]]:
+    """The recordings of a folder and its sub-folders, and the names of files of other formats.
 
     Raises:
         DataError: it holds no recording, a manifest in a sub-folder, or recordings in and beside
@@ -215,8 +193,7 @@ def read_folder(folder: Path) -> FolderContent:
         splits = {SPLITS[part] for part in name.lower().split("/")[:-1] if part in SPLITS}
         if len(splits) > 1:
             raise DataError(
-                f"{folder}: '{name}' lies in folders of the splits"
-                f" {' and '.join(sorted(splits))}; keep it in one of them"
+                f"{folder}: '{name}' lies in folders of the splits {' and '.join(sorted(splits))}"
             )
         if path.suffix.lower() in SUFFIXES:
             entries.append(ManifestEntry(name, next(iter(splits), ""), (path,)))
@@ -224,16 +201,14 @@ def read_folder(folder: Path) -> FolderContent:
             others.append(name)
     if not entries:
         raise DataError(
-            f"{folder}: the folder and its sub-folders hold no {', '.join(SUFFIXES)} file"
-            f" and no {' or '.join(MANIFESTS)}"
+            f"{folder}: has no {', '.join(SUFFIXES)} file, and no {' or '.join(MANIFESTS)}"
         )
     beside = [entry.name for entry in entries if not entry.split]
     if 0 < len(beside) < len(entries):
         raise DataError(
-            f"{folder}: {listed(beside, quoted=True)} lie beside the folders of the splits; move"
-            f" them into one of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
+            f"{folder}: {listed(beside, quoted=True)} lie beside folders of splits; move them"
         )
-    return FolderContent(sorted(entries, key=lambda entry: entry.name), sorted(others))
+    return sorted(entries, key=lambda entry: entry.name), sorted(others)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -10,14 +10,14 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.table import Array, RowSource
+from throughtime.stream.formats.table import Array, RowSource, check_exact
 
 _SAMPLE = 64  # steps
 BLOCK, _WIDE = 65_536, 16  # steps read at once, fewer where there are more than so many columns
@@ -131,10 +131,11 @@ class TableRecording:
         columns = inputs[:, None] if floating and inputs.ndim == 1 else inputs
         if columns.ndim != 2:
             raise DataError(
-                f"recording '{self.name}': static features go beside inputs (T, D); these are"
-                " tokens or have more dimensions"
+                f"'{self.name}': static features go beside inputs (T, D), not {inputs.shape}"
             )
-        dtype = columns.dtype if floating else np.result_type(columns, static)
+        exact = np.result_type(columns, static)
+        check_exact(f"recording '{self.name}'", columns, exact)
+        dtype = columns.dtype if floating else exact
         features = np.broadcast_to(static, (len(columns), len(static)))
         return np.concatenate([columns, features], axis=1, dtype=dtype, casting="same_kind")
 
@@ -222,9 +223,9 @@ def innermost(recording: object) -> tuple[TableRecording | None, int]:
 class Moments:
     """Count, mean and squared deviations of columns, without values that are not finite."""
 
-    count: Array = field(default_factory=lambda: np.zeros(1))
-    mean: Array = field(default_factory=lambda: np.zeros(1))
-    spread: Array = field(default_factory=lambda: np.zeros(1))
+    count: Any = 0.0
+    mean: Any = (0.0,)
+    spread: Any = 0.0
 
     def add(self, values: Array) -> None:
         """Add `(n, D)` values."""
@@ -268,10 +269,9 @@ def moments_of(recordings: Sequence[Recording], role: str = "inputs") -> Moments
             if role not in steps.by_role:
                 raise DataError(f"recording '{recording.name}' has no {role} to standardise")
             values = as_columns(steps.by_role[role])
-            if moments.count.any() and moments.count.shape != values.shape[1:]:
+            if np.any(moments.count) and moments.count.shape != values.shape[1:]:
                 raise DataError(
-                    f"recording '{recording.name}' has {values.shape[1]} columns of {role}, those"
-                    f" before it {len(moments.count)}; expected the same in all"
+                    f"'{recording.name}' has {len(values.T)} {role}, others {len(moments.mean)}"
                 )
             moments.add(values)
     return moments
@@ -311,11 +311,16 @@ def check_standardise(how: str | None, recordings: Sequence[Recording], missing:
     """
     if how not in (None, "split", "recording") and not re.fullmatch(r"first:[1-9]\d*", str(how)):
         raise DataError(
-            f"standardise={how!r}: expected 'split', 'recording', 'first:N', such as 'first:400',"
-            " or None"
+            f"standardise={how!r}: expected 'split', 'recording', 'first:N' of a number, or None"
         )
     static = any(getattr(innermost(r)[0], "static", None) is not None for r in recordings)
     masked = missing == "mask" and how != "recording"
+    cut = [id(r.whole) for r in recordings if isinstance(r, Part) and standardised(r) is not r]
+    if how == "recording" and len({*cut}) < len(cut):
+        raise DataError(
+            "standardise='recording' of windows: cut what is standardised: tt.windows("
+            "tt.Stream(data, lanes, chunk, standardise='recording').recordings, length)"
+        )
     if how not in (None, "split") and (static or masked):
         raise DataError(
             f"standardise={how!r} has no statistics of static features, and 'first' would count"

@@ -67,9 +67,8 @@ def is_array(value: object) -> bool:
 
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
-    if isinstance(value, (str, Path, Table)) or has_columns(value):
-        return True
-    return is_series(value) or is_array(value)
+    is_table = isinstance(value, (str, Path, Table)) or has_columns(value)
+    return is_table or is_series(value) or is_array(value)
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,7 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
         return ArraysFile(path, arrays)
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a mapping of"
-        " arrays, or an array (T, D); collect a lazy frame; arrays need no names:"
-        " tt.Stream((inputs, targets), ...)"
+        " arrays, or an array (T, D); collect a lazy frame; or tt.Stream((x, y), ...)"
     )
 
 
@@ -265,9 +263,8 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
         raise DataError(
             f"recording '{name}': {role} are a {type(value).__name__} of shape"
             f" {getattr(value, 'shape', None)} and type {dtype}, expected an array of numbers with"
-            " one row per step, time first, a frame, or a path; leave times out, map text to"
-            " integers, take one field of records, collect a lazy frame, and pass several"
-            " recordings as a list"
+            " one row per step, time first, a frame, or a path; leave times out, take one field"
+            " of records, map text to integers, collect a lazy frame, and pass several as a list"
         )
     return ArrayRows(role, array)
 
@@ -297,7 +294,6 @@ def check_columns(
         raise DataError(
             f"{table.path}: {role} {listed(names, quoted=True)} asked for, it has"
             f" {table.contents or listed(columns or value_columns(table), quoted=True)}; name"
-            " one or several, each once"
-            f"{', and no time stamps: ' * bool(table.times)}{', '.join(table.times)}"
+            f" each once{', and no time stamps: ' * bool(table.times)}{', '.join(table.times)}"
             f"{did_you_mean(wrong[0], usable) if wrong else ''}"
         )

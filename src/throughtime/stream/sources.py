@@ -72,7 +72,7 @@ def as_recordings(data: Recordings) -> list[Recording]:
         if table.unnamed != tables[0].unnamed:
             raise DataError(
                 f"recording '{table.name}' has the columns {listed(table.unnamed, quoted=True)},"
-                f" '{tables[0].name}' {listed(tables[0].unnamed, quoted=True)}; name those of each"
+                f" '{tables[0].name}' {listed(tables[0].unnamed, quoted=True)}; name them"
                 " in one order: tt.recording(path, inputs=[...], targets=...)"
             )
     return recordings
@@ -96,7 +96,7 @@ def as_recording(data: Recordings, index: int | None = None) -> Recording:
 def recording(
     source: Any,
     *,
-    inputs: str | Sequence[str | int] | None = None,
+    inputs: str | int | Sequence[str | int] | None = None,
     targets: Any = None,
     static: Any = None,
     start: int = 0,
@@ -158,14 +158,12 @@ def recording(
     named: Any = series or {}
     if not isinstance(named, Mapping):
         raise DataError(
-            f"series={series!r}: expected the columns of each series by its name, such as"
-            " series={'weight': 'w'}"
+            f"series={series!r}: expected the columns of each series by its name: {{'weight': 'w'}}"
         )
     table = as_table(source, delimiter, decimal)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
-    targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
     items: Any = targets if isinstance(targets, (list, tuple)) else [targets]
-    by_name = all(isinstance(item, str) for item in items)
+    by_name = isinstance(targets, int) or all(isinstance(item, str) for item in items)
     layout = Layout(
         inputs=names_of(inputs),
         targets=names_of(targets) if by_name else (),
@@ -203,7 +201,7 @@ def names_of(value: Any) -> tuple[str, ...]:
     """Names of columns; pandas also has numbers as such."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, str) else tuple(map(str, value))
+    return (str(value),) if isinstance(value, (str, int)) else tuple(map(str, value))
 
 
 def windows(recordings: Recordings, length: int) -> list[Part]:
@@ -247,17 +245,15 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
         return [_from_table(name, as_table(data))]
     if isinstance(data, Mapping):
         return [_from_mapping(data, str(data.get("name", name)))]
-    if is_series(data) or is_array(data):
-        return [_from_pair((data,), index, name)]
-    if isinstance(data, tuple) and any(map(is_rows, data[:1])):
-        return [_from_pair(data, index, name)]
+    pair = (data,) if is_series(data) or is_array(data) else data
+    if isinstance(pair, tuple) and any(map(is_rows, pair[:1])):
+        return [_from_pair(pair, index, name)]
     if index is None and isinstance(data, Iterable) and not isinstance(data, DataLoader):
         return [r for i, item in enumerate(data) for r in _expand(item, i)]
     raise DataError(
-        f"recording {index or 0} is a {type(data).__name__}, expected a mapping with 'inputs' and"
+        f"recording {name} is a {type(data).__name__}, expected a mapping with 'inputs' and"
         " 'targets', an array (np.asarray(values)), a table, a tuple (inputs, targets), a path, or"
-        " an object with name, __len__ and read(start, stop); of a data set or a loader pass the"
-        " samples, each of them a recording: [data[i] for i in range(len(data))]"
+        " a list; of a loader pass the samples, each of them a recording: [data[i] for i in ...]"
     )
 
 
@@ -269,8 +265,7 @@ def _from_pair(pair: tuple[Any, ...], index: int | None, name: str) -> Recording
     if len(pair) > 2 or (index is None and (paths or len(shape) > 2)):
         raise DataError(
             f"a tuple of {len(pair)} whose first is {inputs if paths else shape} may be one"
-            " recording or several; write [a, b] or list(zip(x, y)) for several recordings,"
-            " {'inputs': x, 'targets': y} for one"
+            " recording or several; write [a, b], list(zip(x, y)) or {'inputs': x, 'targets': y}"
         )
     return _from_mapping({"inputs": inputs, "targets": targets}, name)
 
@@ -318,9 +313,8 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     if "inputs" not in values or unknown:
         raise DataError(
             f"recording '{name}' has the keys {listed(map(str, source), quoted=True)}, expected"
-            f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names, one row"
-            f" per step{did_you_mean(unknown[0], _KEYS) if unknown else ''}; several recordings are"
-            " a list: list(data.values())"
+            f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names"
+            f"{did_you_mean(unknown[0], _KEYS) if unknown else ''}; of several: list(data.values())"
         )
     ahead = values.get("ahead", 0)
     result = lay_out(

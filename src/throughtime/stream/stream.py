@@ -6,7 +6,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 import hashlib
 import math
 import random
-import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -42,10 +41,7 @@ class Shard(NamedTuple):
         if rank is not None and ranks is not None and 0 <= rank < ranks:
             return cls(rank, ranks)
         if rank is not None or ranks is not None:
-            raise DataError(
-                f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1, or neither;"
-                " without them torch.distributed's group says"
-            )
+            raise DataError(f"rank={rank}, ranks={ranks}: expected a rank below ranks, or neither")
         if distributed.is_available() and distributed.is_initialized():
             return cls(distributed.get_rank(), distributed.get_world_size())
         return cls(0, 1)
@@ -94,7 +90,6 @@ class Stream:
     Attributes:
         epoch: epochs finished so far.
         position: steps of every lane played in this epoch.
-        wait_seconds: seconds spent waiting for data so far.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has no
     target: it is masked.
@@ -137,8 +132,7 @@ class Stream:
             raise DataError(f"missing={missing!r}: expected 'error' or 'mask'")
         if dtype is not None and dtype not in DTYPES:
             raise DataError(
-                f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
-                " use torch.autocast"
+                f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; or torch.autocast"
             )
         self.recordings = tuple(as_recordings(recordings))
         check_standardise(standardise, self.recordings, missing)
@@ -153,12 +147,10 @@ class Stream:
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
             raise DataError(
-                f"recording '{self.recordings[self.lengths.index(0)].name}' is empty;"
-                " leave it out: a recording needs at least one step"
+                f"recording '{self.recordings[self.lengths.index(0)].name}' is empty; leave it out"
             )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        self.wait_seconds = 0.0
-        self._entering: tuple[weakref.ref[object], int, State] | None = None
+        self._entering: Any = None  # a reference of a net, an epoch and its states
         self._placement: Placement | None = None
         self._sums = dict[str, str]()
         self._begin(0)
@@ -204,9 +196,8 @@ class Stream:
             return None
         if self._entering[1] != self.epoch:
             raise DataError(
-                f"the states handed on are for epoch {self._entering[1]}, and the stream is in"
-                f" epoch {self.epoch}: another loop has played it in between. Give tt.evaluate,"
-                " and every other loop, a Stream of its own"
+                f"the states handed on are for epoch {self._entering[1]}, and the stream is"
+                f" in epoch {self.epoch}: give tt.evaluate, and each loop, a Stream of its own"
             )
         return self._entering[2]
 
@@ -244,9 +235,8 @@ class Stream:
         if self._generation or self.position or self.epoch:
             raise DataError(
                 f"the stream has played for rank {self._shard.rank} of {self._shard.ranks}, and"
-                f" this process is rank {shard.rank} of {shard.ranks} now: it would go on with the"
-                " wrong recordings. Make a new stream after torch.distributed.init_process_group,"
-                " or say rank=..., ranks=..."
+                f" this process is rank {shard.rank} of {shard.ranks} now: make a new stream after"
+                " torch.distributed.init_process_group, or say rank=..., ranks=..."
             )
         self._shard = shard
         self._begin(0)
@@ -316,9 +306,7 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
-        began = time.perf_counter()
         chunk = self._collator.read(self._schedule, start, min(stop, self.steps))
-        self.wait_seconds += time.perf_counter() - began
         return chunk if self._placement is None else chunk.convert(self._placement)
 
     def state_dict(self) -> dict[str, Any]:
@@ -351,10 +339,8 @@ class Stream:
         ]
         if faults:
             raise DataError(
-                "the saved position belongs to another stream: "
-                + "; ".join(faults[:12])
-                + ". Make the stream as it was, of the same recordings, or start without the"
-                " position"
+                f"the saved position belongs to another stream: {'; '.join(faults[:12])}. Make the"
+                " stream as it was, of the same recordings, or start without the position"
             )
         self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
         self.position = int(state["position"])
@@ -395,11 +381,9 @@ class Stream:
     def __getitem__(self, index: object) -> Never:
         """Refused: a sampler that picks chunks by index would tear the lanes apart."""
         raise DataError(
-            "a Stream is not indexed: its chunks follow one another, and a DataLoader, a shuffling"
-            " or a distributed sampler, or Accelerate's prepare would tear its lanes apart. Iterate"
-            " the stream itself, for chunk in stream, or give it to tt.updates: it draws the order"
-            " of the recordings anew each epoch, and plays on each rank of torch.distributed its"
-            " own"
+            "a Stream is not indexed: its chunks follow one another, and a DataLoader, a sampler or"
+            " Accelerate's prepare would tear its lanes apart. Write for chunk in stream, or give"
+            " it to tt.updates: it shuffles, and plays on each rank of torch.distributed its own"
         )
 
 

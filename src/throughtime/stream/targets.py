@@ -11,7 +11,7 @@ Shapes: `n` steps read, `T` steps of the recording, `C` target columns, `F` late
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from throughtime.errors import DataError, check_whole, listed
 from throughtime.stream.formats.table import Array, check_exact, is_number
-from throughtime.stream.recording import Recording, RecordingView, StepArrays
+from throughtime.stream.recording import Recording, RecordingView, StepArrays, innermost
 
 IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
 
@@ -106,14 +106,10 @@ def class_name(value: object) -> str:
     return "" if math.isnan(number) else str(int(number)) if number.is_integer() else text
 
 
-def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
+def sorted_classes(classes: Collection[str]) -> tuple[str, ...]:
     """Class names in a fixed order: numbers by value, then text."""
-
-    def key(name: str) -> tuple[bool, float, str]:
-        number = is_number(name)
-        return not number, float(name) if number else 0.0, name
-
-    return tuple(sorted(classes, key=key))
+    numbers = {name: float(name) for name in classes if is_number(name)}
+    return (*sorted(numbers, key=lambda n: (numbers[n], n)), *sorted({*classes} - {*numbers}))
 
 
 def class_names(targets: Iterable[Array]) -> tuple[str, ...]:
@@ -145,8 +141,7 @@ class ClassRecording(RecordingView):
     def _indices(self, targets: Array, start: int) -> Array:
         if targets.ndim > 1:
             raise DataError(
-                f"recording '{self.name}': classification needs one column of targets, got"
-                f" {targets.shape[1]}; choose it with --targets"
+                f"recording '{self.name}': {targets.shape[1]} columns of targets, classes need one"
             )
         if targets.dtype.kind == "O":  # Python values of several types have no order
             targets = np.array([class_name(value) for value in targets], np.str_)
@@ -175,8 +170,7 @@ def with_classes(recording: Recording, classes: Iterable[Any] | None) -> Recordi
     if not distinct or getattr(recording, "targets", recording) is None:
         raise DataError(
             f"recording '{recording.name}': classes={classes!r}, expected distinct names in the"
-            " order of their indices, and targets that they name: targets='label', classes=['N',"
-            " 'V']"
+            " order of their indices, and targets that they name: classes=['N', 'V']"
         )
     return ClassRecording(recording, names)
 
@@ -250,9 +244,10 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
             f" ones: ahead={sorted({*counts}) or 1}"
         )
     count = max(counts)
+    if count and getattr(innermost(recording)[0], "targets", recording) is None:
+        raise DataError(f"{what}={steps!r} of a recording without targets; name them: targets=...")
     if 0 < len(recording) <= count:
         raise DataError(
-            f"recording '{recording.name}' has {len(recording)} steps, so none has a target"
-            f" {count} steps later; leave it out, or take a smaller one"
+            f"{what}={count} of {len(recording)} steps: none has a target; leave it out"
         )
     return ForecastRecording(recording, tuple(counts)) if count else recording

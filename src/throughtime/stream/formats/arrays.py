@@ -152,7 +152,7 @@ def open_hdf5(path: Path) -> ArraysFile:
         MissingExtraError: h5py is not installed.
         DataError: the file is no HDF5 file, cut short, or holds no such dataset.
     """
-    h5py = import_extra("h5py", path, "HDF5", "hdf5")
+    h5py = import_extra("h5py", path, "hdf5")
     with unreadable(f"{path}: not a readable HDF5 file"):
         arrays = arrays_of_hdf5(h5py.File(path, "r"))  # the datasets keep the file open
     return ArraysFile(path, arrays)
@@ -177,8 +177,7 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     for name, member in arrays.items():
         if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
             raise DataError(
-                f"{member.file.filename}: '{name}' has the attribute {min(packing)}, as netCDF has;"
-                " name the file .nc, or read it with xarray and pass the data set"
+                f"{group.filename}: '{name}' has the attribute {min(packing)}, name the file .nc"
             )
     return arrays
 
@@ -196,7 +195,7 @@ def open_zarr(path: Path) -> ArraysFile:
     Cost: a whole piece of an array is decoded for any row in it: write pieces of some 100,000
     numbers.
     """
-    zarr = import_extra("zarr", path, "Zarr", "zarr")
+    zarr = import_extra("zarr", path, "zarr")
     with unreadable(f"{path}: not a readable Zarr folder"):
         root: Any = zarr.open(path, mode="r")
         arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
@@ -217,8 +216,7 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
     for name, array in arrays.items():
         if getattr(array.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in array.attrs:
             raise DataError(
-                f"{group.store}: '{name}' is written by xarray; open it by xarray.open_zarr, and"
-                " pass the data set"
+                f"{group.store}: '{name}' is written by xarray; open it by xarray.open_zarr(...)"
             )
     return dict(sorted(arrays.items()))
 
@@ -229,10 +227,26 @@ def arrays_of_xarray(data: Any) -> dict[str, FileArray]:
     Steps are the dimension `time`, or the longest of those that are the first of a variable.
     """
     times = {name: array for name, array in data.coords.items() if array.dtype.kind == "M"}
-    arrays, sizes = {**data.data_vars, **times}, data.sizes
-    first = (dim for array in arrays.values() for dim in array.dims[:1])
-    steps = "time" if "time" in sizes else max(first, key=sizes.__getitem__, default="")
+    arrays = {**data.data_vars, **times}
+    steps = _steps_of("the data set", [a.dims for a in arrays.values()], data.sizes)
     return {name: a.transpose(steps, ...) for name, a in arrays.items() if steps in a.dims}
+
+
+def _steps_of(what: str, dimensions: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> str:
+    """The dimension of the steps, by the dimensions of each array.
+
+    Raises:
+        DataError: another one that is the first of an array is as long.
+    """
+    first = [own[0] for own in dimensions if own]
+    steps = "time" if "time" in sizes else max(first, key=sizes.__getitem__, default="")
+    for own in dimensions:
+        if own and steps not in own and sizes[own[0]] == sizes[steps]:
+            raise DataError(
+                f"{what}: are '{steps}' or '{own[0]}', of one length, the steps? Leave one out, and"
+                f" pass the rest: xarray.open_dataset(path).drop_dims('{own[0]}')"
+            )
+    return steps
 
 
 def open_netcdf(path: Path) -> ArraysFile:
@@ -250,13 +264,13 @@ def open_netcdf(path: Path) -> ArraysFile:
     with path.open("rb") as file:
         if file.read(3) == b"CDF":  # netCDF4 reads zeros from one that is cut short
             file.seek(0)
-            scipy = import_extra("scipy.io", path, "classic netCDF", "netcdf")
+            scipy = import_extra("scipy.io", path, "netcdf")
             with unreadable(
                 f"{path}: SciPy cannot read this classic netCDF file",
                 "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
             ):
                 scipy.netcdf_file(file, mmap=True).close()
-    netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
+    netcdf = import_extra("netCDF4", path, "netcdf")
     with unreadable(f"{path}: not a readable netCDF file"):
         data = netcdf.Dataset(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
@@ -264,20 +278,15 @@ def open_netcdf(path: Path) -> ArraysFile:
 
 
 def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:
-    """The variables of an open group that are no coordinates, and no times.
-
-    Bytes that were never written cannot be told from values: all are values, as the format says.
-    """
+    """The variables of an open group that are no coordinates, and no times; texts are loaded."""
     variables: dict[str, Any] = group.variables
-    for variable in variables.values():
-        if variable.dtype in ("i1", "u1") and not _PACKING & {*variable.ncattrs()}:
-            variable.set_auto_mask(False)
     listed = " ".join(str(getattr(variable, "coordinates", "")) for variable in variables.values())
     coordinates = {*group.dimensions, *listed.split()}
-    return {
+    chosen = {
         name: variable
         for name, variable in variables.items()
-        if isinstance(variable.dtype, np.dtype)
-        and name not in coordinates
-        and " since " not in str(getattr(variable, "units", ""))
+        if name not in coordinates and " since " not in str(getattr(variable, "units", ""))
     }
+    sizes = {name: len(dimension) for name, dimension in group.dimensions.items()}
+    _steps_of(group.filepath(), [v.dimensions[:1] for v in chosen.values()], sizes)
+    return {n: v[:].astype(np.str_) if v.dtype is str else v for n, v in chosen.items()}

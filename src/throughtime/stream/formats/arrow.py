@@ -1,10 +1,10 @@
 """Tables by pyarrow: frames, and files that are converted once to an Arrow file.
 
 Files of CSV, Parquet and Arrow are converted batch by batch to an Arrow file in the user's cache
-folder. It ends with a trailer: what is known of the columns, the source as it was (size, times),
-where each batch ends, and the CRC-32 of each. What does not fit is converted again. A cached file
-is written under another name, synced and renamed; a lock lets one process write while the others
-wait for its file.
+folder. It ends with a trailer: what is known of the columns, the source as it was (size, times, a
+sum of some of its bytes), where each batch ends, and the CRC-32 of each. What does not fit is
+converted again. A cached file is written under another name, synced and renamed; a lock lets one
+process write while the others wait for its file.
 """
 
 import hashlib
@@ -31,9 +31,10 @@ from throughtime.stream.formats.table import (
 )
 from throughtime.stream.formats.times import nanoseconds
 
-VERSION = 12  # of what is stored: older files are converted again
+VERSION = 13  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
 ROWS = 65_536  # of a batch that is converted, at most
+_BLOCK = 4096  # bytes of a source that are summed at once
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
 _TIMES = ("timestamp", "date")
 _CASTS = {"bool": "int8", "decimal": "double", "null": "double"}
@@ -72,7 +73,7 @@ class ArrowFile(Table):
     ) -> None:
         self.path, self._starts, self._nullable, self._batch = path, starts, nullable, batch
         self._faults = faults
-        self._latest: tuple[Any, Any] = None, None  # the batches that were read last
+        self._latest: Any = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
@@ -82,8 +83,7 @@ class ArrowFile(Table):
         self.length = starts[-1]
         if len({*self.columns}) < len(self.columns):
             raise DataError(
-                f"{path}: has the columns {listed(self.columns, quoted=True)}, expected distinct"
-                " names"
+                f"{path}: columns {listed(self.columns, quoted=True)}, expected distinct names"
             )
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
@@ -109,8 +109,7 @@ class ArrowFile(Table):
             return nanoseconds(column.to_numpy(zero_copy_only=False), what)
         if kind not in _KNOWN:
             raise DataError(
-                f"{what} has the type {column.type}, expected numbers or text; leave it out of the"
-                " inputs"
+                f"{what} has the type {column.type}, expected numbers or text; leave it out"
             )
         if kind not in ("int", "uint") or name not in self._nullable:
             return column.cast(_CASTS.get(kind, column.type)).to_numpy(zero_copy_only=False)
@@ -194,8 +193,7 @@ def converted(path: Path, source: Callable[[], Batches], options: str = "") -> T
     cached = folder / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
     with unreadable(
         f"{path}: cannot be read, or converted in {folder}",
-        "is it damaged, may you not read it, or is the disk full? Another folder for converted"
-        " values is THROUGHTIME_CACHE",
+        "is it damaged, locked, or is the disk full? Another folder for it is THROUGHTIME_CACHE",
         (OSError,),
     ):
         path.open("rb").close()
@@ -223,9 +221,16 @@ def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFi
 
 
 def fingerprint(path: Path) -> list[Any]:
-    """What shows whether a file is what it was: size and times."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    """What shows whether a file is what it was: size, times, and a sum of 64 blocks of it.
+
+    And what was made of it is of this version.
+    """
+    status, total = path.stat(), 0
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, status.st_size, max(_BLOCK, status.st_size // 64)):
+            file.seek(start)
+            total = zlib.crc32(file.read(_BLOCK), total)
+    return [VERSION, status.st_size, status.st_mtime_ns, status.st_ctime_ns, total]
 
 
 def _write(path: Path, content: Batches, to: Path, source: list[Any]) -> None:
@@ -239,10 +244,11 @@ def _write(path: Path, content: Batches, to: Path, source: list[Any]) -> None:
             ends.append(sink.tell())
             starts.append(starts[-1] + len(part))
             nullable.update(_nullable(part))
+            del part  # before the next one is read, which may be large
     data: Any = memoryview(pa.memory_map(str(to)).read_buffer())
     ends.append(len(data))
     sums = [zlib.crc32(data[a:b]) for a, b in pairwise(ends)]
-    trailer = json.dumps([VERSION, source, starts, [*nullable], faults, ends, sums]).encode()
+    trailer = json.dumps([source, starts, [*nullable], faults, ends, sums]).encode()
     with to.open("ab") as file:
         file.write(b"%b%08x%08x" % (trailer, len(trailer), zlib.crc32(trailer)))
     sync(to)
@@ -253,6 +259,7 @@ def _parts(path: Path, batches: Iterable[Any]) -> Iterator[Any]:
     with unreadable(f"{path}: cannot be read", "is it damaged?", (pa.ArrowException,)):
         for batch in batches:
             yield from pa.Table.from_batches([batch]).to_batches(ROWS)
+            del batch  # before the next one is read
 
 
 def _open(path: Path, cached: Path) -> ArrowFile | None:
@@ -265,8 +272,8 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     trailer = bytes(data[-16 - size : -16])
     if zlib.crc32(trailer) != total:
         return None
-    version, source, *known = json.loads(trailer)
-    if version != VERSION or source != fingerprint(path):
+    source, *known = json.loads(trailer)
+    if source != fingerprint(path):
         return None
     starts, nullable, faults, ends, sums = known
     checked = _checked.setdefault(f"{cached}|{total}", set())

@@ -62,8 +62,7 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
     if delimiter not in (None, *",;\t|:") or decimal not in (None, *".,"):
         raise ConfigError(
             f"delimiter {delimiter!r}, decimal mark {decimal!r}: expected , ; : | or tab, and a"
-            " point or a comma; read files with another one by pandas in Python, and pass the"
-            " frame: tt.recording(frame, ...)"
+            " point or a comma; read files with another one by pandas: tt.recording(frame, ...)"
         )
     return converted(
         path, lambda: CsvFile(path, delimiter, decimal).values(), f"{delimiter}{decimal}"
@@ -124,8 +123,7 @@ class CsvFile:
         if not distinct or not (is_header or (index and rows[-1][0] == str(len(rows) - 2))):
             raise self._fault(
                 f"the first line is {[*names]}, expected distinct column names with letters, or"
-                " values of the same kinds as in the next line; an index of pandas has no name:"
-                " to_csv(path, index=False)"
+                " values as below; an index of pandas has no name: to_csv(path, index=False)"
             )
         return ("__index_level_0__", *names[1:]) if index else names
 

@@ -33,7 +33,7 @@ class AudioFile(Table):
     """
 
     def __init__(self, path: Path) -> None:
-        soundfile = import_extra("soundfile", path, path.suffix[1:].upper(), "audio")
+        soundfile = import_extra("soundfile", path, "audio")
         with path.open("rb") as file:
             header = file.read(28)
         # libsndfile reads what is left of a file that is cut short
@@ -43,8 +43,7 @@ class AudioFile(Table):
         # 2**32 - 1: written by programs that could not seek back
         if size != 0xFFFFFFFF and length < promised:
             raise DataError(
-                f"{path}: holds {length} bytes, its header promises {promised}; the file is cut"
-                " short: copy it again"
+                f"{path}: holds {length} bytes, its header promises {promised}: is cut short"
             )
         with unreadable(f"{path}: not a readable sound file"):
             self._file = file = soundfile.SoundFile(path)
@@ -98,8 +97,7 @@ class EdfFile(Table):
             begin, each = int(head[184:192]), record.itemsize
             if path.stat().st_size != begin + records * each:
                 raise ValueError(
-                    f"its header promises {records} data records of {each} bytes; copy it whole, or"
-                    " write the true number into the header"
+                    f"its header promises {records} data records of {each} bytes; copy it again"
                 )
             self._records: Array = np.memmap(path, record, "r", begin, (records,))
         if head[193:197] == b"DF+D":  # EDF+ or BDF+
@@ -167,7 +165,7 @@ class WfdbFile(Table):
         # the header, the signal files and segments, which must not change
         self.files = tuple(f for f in path.parent.iterdir() if f.name.startswith(path.stem))
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            self._library = import_extra("wfdb", path, "WFDB", "wfdb")  # it warns with pandas 3
+            self._library = import_extra("wfdb", path, "wfdb")  # it warns with pandas 3
         with unreadable(f"{path}: not a readable WFDB record", _HINT):
             header: Any = self._library.rdheader(self._record)
             self.length, self.rate = int(header.sig_len), float(header.fs)

@@ -101,8 +101,7 @@ def stamp(path: Path) -> tuple[int, int]:
         status = path.stat()
     except OSError as error:
         raise DataError(
-            f"{path}: is gone since it was opened ({error.strerror}); do not move a recording while"
-            " it is played"
+            f"{path}: is gone since it was opened ({error.strerror}); do not move what is played"
         ) from error
     return status.st_size, status.st_mtime_ns
 
@@ -132,8 +131,7 @@ class FileTable(Table):
         for path, opened in self._stamps.items():
             if stamp(path) != opened:
                 raise DataError(
-                    f"{path}: changed since it was opened; do not write to a recording while it is"
-                    " played"
+                    f"{path}: changed since it was opened; do not write to what is played"
                 )
         return self._open().rows(start, stop, columns)
 
@@ -198,18 +196,16 @@ def open_table(
     suffix = path.suffix.lower()
     if not path.exists():
         raise DataError(
-            f"{path}: no such file; for a pattern write the list of its files:"
-            " sorted(Path('days').glob('*.csv'))"
+            f"{path}: no such file; for a pattern write the list sorted(Path('days').glob('*.csv'))"
         )
     if suffix not in SUFFIXES or path.is_dir() != (suffix in FOLDERS):
         raise DataError(
             f"{path}: expected a file of one of the formats {', '.join(SUFFIXES)}; read others with"
-            " their library, and pass the array; a folder of files: tt.Stream(folder, ...) or"
-            " tt.recordings(folder)"
+            " their library, and pass the array; a folder of files: tt.Stream(folder, ...)"
         )
     module, _, name = _FORMATS[suffix].partition(".")
     opener = getattr(importlib.import_module(f"throughtime.stream.formats.{module}"), name)
-    if suffix == ".csv" and (delimiter is not None or decimal is not None):
+    if suffix == ".csv":
         opener = partial(opener, delimiter=delimiter, decimal=decimal)
     return FileTable(path, opener)
 
@@ -230,8 +226,7 @@ def check_exact(what: str, rows: Array, dtype: Any) -> None:
             if ((values != rows) | (values.astype(rows.dtype) != rows)).any():
                 raise DataError(
                     f"{what}: whole numbers have so many digits that {np.dtype(dtype)}, which other"
-                    " columns, missing values or torch need, would change them; leave them out,"
-                    " or convert them"
+                    " columns, missing values or torch need, would change them; leave them out"
                 )
 
 
@@ -253,8 +248,8 @@ def unreadable(
         raise DataError(f"{what} ({error}); {hint}") from error
 
 
-def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
-    """The library that reads a kind of file.
+def import_extra(library: str, path: Path, extra: str) -> Any:
+    """The library that reads a file.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -263,5 +258,5 @@ def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
         return importlib.import_module(library)
     except (ImportError, OSError) as error:
         raise MissingExtraError(
-            f"{path}: {kind} needs {library}; pip install 'throughtime[{extra}]'"
+            f"{path}: its format needs {library}; pip install 'throughtime[{extra}]'"
         ) from error

@@ -107,8 +107,7 @@ def nanoseconds(values: Array, source: str) -> Array:
     wrong = ~np.isnat(values) & (result.astype(values.dtype) != values)
     if wrong.any():
         raise DataError(
-            f"{source}: holds the time {values[wrong][0]}, and time stamps are from 1678 to 2261;"
-            " correct it, or exclude the column"
+            f"{source}: holds the time {values[wrong][0]}, not from 1678 to 2261; exclude it"
         )
     return result
 
@@ -154,12 +153,11 @@ def rate_of_times(name: str, column: str, rows: RowSource) -> float | None:
             continue
         if (steps < 0).any():
             i = int((steps < 0).argmax())
+            before, after = time_texts(times[i : i + 2])
             raise DataError(
                 f"recording '{name}': row {start + int(present[i - len(steps)])} of '{column}',"
-                f" {time_texts(times[i + 1 : i + 2])[0]}, is earlier than the row before it,"
-                f" {time_texts(times[i : i + 1])[0]} (the first row is row 0); sort the rows, pass"
-                " those of each recording by themselves, or exclude the column if their order is"
-                f" right: exclude='{column}' (--exclude {column})"
+                f" {after}, is earlier than the row before it, {before} (the first row is row 0);"
+                f" sort or split them, or leave times out: exclude='{column}' (--exclude {column})"
             )
         passed = values[present].astype(np.int64) - begin
         off = max(off, np.abs(passed - mean * (start + present)).max())
