@@ -50,7 +50,7 @@ def test_a_time_that_nanoseconds_cannot_hold_is_refused(tmp_path: Path) -> None:
         assert rows.read(0, 3)[2] == HOURS[2]
         with pytest.raises(DataError, match=r"'when': holds the time 9999-12-31.* from 1678 to"):
             rows.read(0, 10)
-    with pytest.raises(DataError, match=r"'when': holds the time 9999.* exclude the column"):
+    with pytest.raises(DataError, match=r"'when': holds the time 9999.* exclude it"):
         tt.recording(frame, inputs="u")
     assert tt.recording(frame, exclude="when").read(0, 2).inputs[:, 0].tolist() == [0, 0.5]
 
