@@ -18,10 +18,9 @@ from test_run import (
 )
 from throughtime.app.cli import new_settings
 from throughtime.app.model import load_model
-from throughtime.app.optimizer import make_policy
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config, read_toml
-from throughtime.app.train import Training
+from throughtime.app.train import Training, make_policy
 from throughtime.app.user_class import ClassReference
 from throughtime.errors import ConfigError
 

@@ -12,10 +12,9 @@ from test_cli import ended
 from test_run import finish, settings, stop_at, write_recordings
 from throughtime.app import user_class
 from throughtime.app.model import StandardisedError
-from throughtime.app.optimizer import make_optimizer, make_schedule
 from throughtime.app.run_folder import load_checkpoint
 from throughtime.app.settings import Config
-from throughtime.app.train import Training
+from throughtime.app.train import Training, make_optimizer, make_schedule
 from throughtime.errors import ConfigError
 from throughtime.stream import Stream
 

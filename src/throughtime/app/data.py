@@ -40,7 +40,7 @@ from throughtime.stream.recording import (
     read_blocks,
     standardised,
 )
-from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
+from throughtime.stream.rows import ColumnRows, concat_tables
 from throughtime.stream.targets import (
     IGNORE_INDEX,
     ClassRecording,
@@ -65,20 +65,12 @@ _REASONS = {
 _RECORDINGS, _BLOCKS = 8, 16  # read at most to find the task
 
 
-class Rate(NamedTuple):
-    """Rows per second, the file or model that says so, and by how much (relative) it may be off."""
-
-    source: str
-    value: float
-    tolerance: float = _CLOSE
-
-
 class SourceRecording(NamedTuple):
-    """A recording, its split (empty without one), and the rates that its files have."""
+    """A recording, its split (empty without one), and the rows per second that its files have."""
 
     split: str
     recording: TableRecording
-    rates: tuple[Rate, ...]
+    rates: tuple[float, ...]
 
 
 def targets_in(recording: Recording) -> Iterable[Array]:
@@ -94,8 +86,8 @@ def layout_of(config: Config) -> Layout:
     return Layout(**settings, rate_set=config.rate is not None)
 
 
-def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
-    """The layout with a task: its own, or else the one that fits the targets.
+def task_of(layout: Layout, entries: Sequence[ManifestEntry]) -> Any:
+    """The task of a layout, or else the one that fits the targets.
 
     Text is classes, and so are at most 20 different whole numbers, in a single column. Several
     columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
@@ -106,21 +98,21 @@ def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
     Cost: the targets of up to 8 recordings, some blocks of each, until one decides.
     """
     if layout.task is not None:
-        return layout
-    names, columns = set[str](), 1
-    first, layout = entries_of(entries, "train")[:_RECORDINGS], replace(layout, task="classify")
-    for source in open_recordings(first, layout):
+        return layout.task
+    names, width = set[str](), 1
+    first = entries_of(entries, "train")[:_RECORDINGS]
+    for source in open_recordings(first, replace(layout, task="classify")):
         for targets in islice(targets_in(source.recording), _BLOCKS):
             names |= {*class_names([targets])}
-            columns = targets[:1].size
+            width = targets[:1].size
             if not all(map(is_number, names)):
-                return layout
+                return "classify"
             if len(names) > _MOST_NUMBERS:
-                return replace(layout, task="regress")
+                return "regress"
     values = {*map(float, names)}
-    if columns > 1:
-        return replace(layout, task="multilabel" if values <= {0.0, 1.0} else "regress")
-    return layout if all(map(float.is_integer, values)) else replace(layout, task="regress")
+    if width > 1:
+        return "multilabel" if values <= {0.0, 1.0} else "regress"
+    return "classify" if all(map(float.is_integer, values)) else "regress"
 
 
 def open_recordings(
@@ -166,15 +158,16 @@ def _differences(
     opened: Sequence[SourceRecording], layout: Layout, width: int | None
 ) -> Iterator[str]:
     """How recordings differ from each other, the layout or the width of a model."""
-    rates = [rate for one in opened for rate in one.rates]
-    if layout.rate is not None:
-        rates.insert(0, Rate("what the model was trained on", layout.rate))
-    for rate in [] if layout.rate_set else rates[1:]:
-        first = rates[0]
-        if abs(first.value / rate.value - 1) > max(first.tolerance, rate.tolerance):
+    rates = [(one.recording, rate) for one in opened for rate in one.rates]
+    first, expected = "what the model was trained on", layout.rate
+    if rates and expected is None:
+        first, expected = f"recording '{rates[0][0].name}'", rates[0][1]
+    for recording, rate in [] if layout.rate_set else rates:
+        tolerance = _CLOSE if recording.times is None else _MEASURED
+        if abs(rate / expected - 1) > tolerance:
             yield (
-                f"{rate.source} has {rate.value:.12g} rows per second, {first.source} has"
-                f" {first.value:.12g}; resample one of them, or train with --rate N if all have the"
+                f"recording '{recording.name}' has {rate:.12g} rows per second, {first} has"
+                f" {expected:.12g}; resample one of them, or train with --rate N if all have the"
                 " same"
             )
     for _, recording, _ in opened:
@@ -208,15 +201,10 @@ def open_entry(
     inputs = layout.input_rows(table, own)
     series = layout.series_rows(table) if targets else None
     recording = lay_out(entry.name, inputs, layout, labels, static=static, series=series)
-    rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
-    stamps = time_rows(table, layout.exclude)
-    if stamps is not None and not rates:
-        rate = rate_of_times(entry.name, stamps.columns[0], stamps)
-        source = f"column '{stamps.columns[0]}' of {table.path}"
-        rates = [] if rate is None else [Rate(source, rate, _MEASURED)]
-    if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
-        rates.append(Rate(str(file.path), file.rate))
-    return SourceRecording(entry.split, recording, tuple(rates))
+    rates = [getattr(one, "rate", None) for one in (*tables, file)]
+    if recording.times is not None and not any(rates):
+        rates = [rate_of_times(entry.name, "time", recording.times)]
+    return SourceRecording(entry.split, recording, tuple(filter(None, rates)))
 
 
 def _labels(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
@@ -414,7 +402,8 @@ def open_dataset(config: Config) -> Dataset:
     """
     data = Path(config.data)
     entries = find_recordings(data, config.static)
-    layout = with_task(layout_of(config), entries)
+    layout = layout_of(config)
+    layout = replace(layout, task=task_of(layout, entries))
     sources = open_recordings(entries_of(entries, "train", "valid"), layout)
     splits, remark = in_splits(sources, config.holdout, config.standardise)
     parts = choose_split(splits, "train"), splits.get("valid", [])
@@ -431,7 +420,7 @@ def open_dataset(config: Config) -> Dataset:
             " columns of the inputs: put the targets into the files of the inputs, or leave"
             " --difference out"
         )
-    first, rates = sources[0].recording, [rate.value for one in sources for rate in one.rates]
+    first, rates = sources[0].recording, [rate for one in sources for rate in one.rates]
     layout = replace(
         layout,
         inputs=first.input_columns,

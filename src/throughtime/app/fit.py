@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from throughtime.app.optimizer import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
 from throughtime.carry.carried import Carried
 from throughtime.distributed import RankError, Ranks, ranks_of
@@ -39,6 +38,7 @@ from throughtime.errors import (
 from throughtime.evaluation import Evaluation, evaluate
 from throughtime.files import write_atomically
 from throughtime.gradient import (
+    Exact,
     LossFn,
     Policy,
     Update,
@@ -58,6 +58,7 @@ Row: TypeAlias = Mapping[str, Any]
 Validation: TypeAlias = Stream | Recordings | Callable[[], Evaluation]
 ROW_KEYS = {"kind", "update", "loss", "steps", "recordings", "seconds", "frames"}
 """What a line of a validation holds besides the metrics."""
+_STEPS = 100  # of an update, where neither data nor policy say
 _LOG_LINES = 200  # of a run
 _FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
@@ -252,6 +253,18 @@ def fit(
         Fit(end=(updates, epochs)),
     )
     return training.run()
+
+
+def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int) -> int:
+    """The number of updates in an epoch; an estimate if the data or the policy decide."""
+    if isinstance(policy, Exact) and policy.cut_every is None:
+        if stream.lanes * ranks == 1:
+            return len(stream.recordings)
+        return max(1, round(stream.steps / stream.steps_to_common_reset()))
+    names = ("cut_every", "stride", "mean_horizon", "min")
+    steps = (getattr(policy, name, None) for name in names)
+    stride = next((n for n in steps if isinstance(n, int) and n > 0), _STEPS)
+    return math.ceil(stream.steps / stride)
 
 
 def _parts_of(optimizer: Optimizer, schedule: LRScheduler | None, loss: object) -> dict[str, str]:

@@ -13,7 +13,7 @@ from throughtime.app.data import (
     in_splits,
     open_recordings,
     targets_in,
-    with_task,
+    task_of,
 )
 from throughtime.app.model import ModelSpec, load_model
 from throughtime.app.run_folder import RunFolder
@@ -113,7 +113,7 @@ def recordings(
         allow_target_as_input=allow_target_as_input,
     )
     entries = find_recordings(path, layout.static)
-    layout = with_task(layout, entries)
+    layout = replace(layout, task=task_of(layout, entries))
     splits, _ = in_splits(open_recordings(entries, layout), holdout)
     train = splits.get("train", []) if layout.classify else []
     classes = class_names(targets for recording in train for targets in targets_in(recording))

@@ -55,7 +55,7 @@ def write_report(run: Run) -> Path:
     """
     folder = run.files
     rows = folder.read_metrics()
-    if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
+    if not {"data", "train"} <= {row["kind"] for row in rows}:
         raise RunError(
             f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
             " written"
@@ -98,12 +98,7 @@ def _longest(run: Run) -> dict[str, Any]:
         return {"error": str(error)}
     figures, steps = list[tuple[str, str]](), np.arange(len(errors))
     for name, span in ((whole.name, slice(0, len(errors))), *_worst(errors)):
-        mean = np.nan_to_num(errors[span]).sum() / max(1, np.isfinite(errors[span]).sum())
-        regress = run.spec.layout.task == "regress"
-        error = f"RMSE {mean**0.5:.4g}" if regress else f"{mean:.1%} of labels wrong"
-        text = (
-            f"{name}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions; {error}"
-        )
+        text = f"{name}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions"
         shown = {
             title: {line: ("-", steps[span], y[span]) for line, y in lines.items()}
             for title, lines in panels.items()
@@ -120,10 +115,8 @@ def play(run: Run, recording: Recording) -> tuple[dict[str, dict[str, Array]], A
     spec, steps = run.spec, recording.read(0, len(recording))
     outputs, _ = predict(run.net, recording, dtype=spec.torch_dtype, missing=run.config.missing)
     values, inputs = spec.probabilities(outputs).double().cpu().numpy(), as_columns(steps.inputs)
-    true = np.full(len(recording), np.nan)
-    if steps.targets is not None:
-        true = as_columns(steps.targets)[:, 0]
-        true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
+    true = as_columns(steps.targets)[:, 0]
+    true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
     name, columns = spec.target_names[0], spec.layout.inputs[:_INPUTS]
     panels = {column: {column: x} for column, x in zip(columns, inputs.T, strict=False)}
     if not spec.classes:
@@ -193,9 +186,7 @@ def chart(panels: Mapping[str, Lines], alt: str, xlabel: str, width: int = 400) 
         every: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False).ravel()
         for axes, (title, lines) in zip(every, panels.items(), strict=True):
             for name, (marks, x, y) in lines.items():
-                values = np.array(y, dtype=np.float64)
-                values[~(np.abs(values) < 1e300)] = np.nan  # a gap: no axis can show it
-                axes.plot(x, values, marks, label=printable(name))
+                axes.plot(x, y, marks, label=printable(name))
             axes.set_title(printable(title))
             axes.xaxis.set_major_formatter("{x:,g}")
             if len(lines) > 1:

@@ -6,6 +6,7 @@ outputs of one recording.
 Shapes: `T` steps, `n` of some, `C` classes or output columns.
 """
 
+import codecs
 import csv
 import json
 import re
@@ -116,12 +117,11 @@ def _write(spec: ModelSpec, recording: Recording, values: Array, out: Path) -> N
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
-        if out.suffix.lower() == ".npy":
-            with named_errors(out), temporary.open("wb") as file:
+        with named_errors(out), temporary.open("wb") as file:
+            if out.suffix.lower() == ".npy":
                 np.save(file, values)
-        else:
-            with named_errors(out), temporary.open("w", encoding="utf-8", newline="") as text:
-                rows = csv.writer(text)
+            else:
+                rows = csv.writer(codecs.getwriter("utf-8")(file))
                 for start in range(0, len(values), _CHUNK):
                     columns = _columns(spec, recording, start, values[start : start + _CHUNK])
                     if start == 0:
@@ -140,7 +140,7 @@ def _columns(
     columns: dict[str, Sequence[Any]] = {"step": steps}
     times = step_times(recording, start, steps.stop)
     if times is not None:
-        columns["time"] = time_texts(times.astype("M8[ns]"))
+        columns["time"] = time_texts(times)
     if spec.classes:
         names = [*map(plain_text, spec.classes), ""]  # none where a step was left out
         chosen = np.where(np.isnan(values).any(axis=1), -1, values.argmax(axis=1))

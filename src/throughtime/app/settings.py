@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -134,25 +133,22 @@ def _steps(value: Any) -> Any:
 
 
 def named_arguments(entries: Iterable[str]) -> dict[str, Any]:
-    """The arguments in texts NAME=VALUE, each value a number, true, false or else a text.
+    """The arguments in texts NAME=VALUE, each a line of TOML.
 
     Raises:
-        ValueError: an entry of another form.
+        ValueError: an entry of another form, or a name that is given twice.
 
     Example:
-        >>> named_arguments(["min=20", "tolerance=0.1", "jitter=False", "name=auto"])
+        >>> named_arguments(["min=20", "tolerance=0.1", "jitter=false", "name='auto'"])
         {'min': 20, 'tolerance': 0.1, 'jitter': False, 'name': 'auto'}
     """
-    arguments = dict[str, Any]()
-    for entry in entries:
-        name, _, text = (part.strip() for part in entry.partition("="))
-        if not name or not text:
-            raise ValueError("expected NAME=VALUE, such as tolerance=0.1")
-        try:
-            arguments[name] = json.loads({"True": "true", "False": "false"}.get(text, text))
-        except ValueError:
-            arguments[name] = text
-    return arguments
+    try:
+        return tomllib.loads("\n".join(entries))
+    except ValueError as error:
+        raise ValueError(
+            f"{written('gradient_args', entries)}: expected NAME=VALUE as in TOML, such as"
+            f" tolerance=0.1, and text in quotes ({error})"
+        ) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -168,11 +164,6 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"cannot be read as TOML ({error}); name a file with lines such as lr = 0.1, and text"
             " in quotes"
         ) from error
-
-
-def _check_arguments(entries: tuple[str, ...]) -> tuple[str, ...]:
-    named_arguments(entries)
-    return entries
 
 
 LIST = BeforeValidator(_items)
@@ -245,7 +236,7 @@ class Config(Settings):
     """Type of inputs and weights."""
     gradient: Literal["truncated", "exact", "adaptive", "randomized"] | ClassFile = "truncated"
     """How credit flows back; or your own policy as FILE.py:Class."""
-    gradient_args: Annotated[tuple[str, ...], LIST, AfterValidator(_check_arguments)] = ()
+    gradient_args: Annotated[tuple[str, ...], LIST] = ()
     """An argument of the gradient policy, NAME=VALUE; repeat for more."""
     stride: PositiveInt | None = None
     """Steps between two updates (k1). Default: 100 for truncated."""
