@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +49,9 @@ _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memo
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
-    _raise_file_limit()
     with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
-
-
-def _raise_file_limit() -> None:
-    """A memory-mapped recording keeps a file open, and the usual soft limit is 1,024 files."""
-    if sys.platform != "win32":
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with suppress(ValueError, OSError):  # a system may refuse its own hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager
@@ -105,12 +94,10 @@ def _usage_fault(error: click.UsageError) -> str:
     advice = f"{context.command_path} --help lists what it takes, such as --seed 1"
     if isinstance(error, click.NoSuchOption):
         message = f"{error.option_name}: no such option"
-        flags = [text for p in context.command.params for text in p.opts if text[0] == "-"]
+        flags = [text for parameter in context.command.params for text in parameter.opts]
         name = error.option_name.replace("_", "-").lower()
         if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.8):
             advice = f"write {near[0]}"
-        elif name[1] != "-":
-            advice = "flags begin with two dashes, such as --lr 0.01"
     return f"{message}; {advice}"
 
 
@@ -129,8 +116,7 @@ def _command(
     fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
 
     def run(**values: Any) -> int | None:
-        texts = {k: ",".join(v) or None if isinstance(v, tuple) else v for k, v in values.items()}
-        present = {k: v for k, v in texts.items() if v is not None}
+        present = {k: v for k, v in values.items() if v not in (None, ())}
         return action(kinds[0](**present) if len(kinds) == 1 else present)
 
     about = (f"{ARGUMENTS[key]}: {help_of(fields[key])}" for key in ARGUMENTS if key in fields)
@@ -164,11 +150,6 @@ def train(values: dict[str, Any]) -> None:
     from throughtime.app.train import Training, started_ranks
 
     if options.resume is None:
-        if options.trust_code:
-            raise ConfigError(
-                "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since"
-                " a file that you name yourself is executed anyway"
-            )
         settings = new_settings(options.config, values)
         start = partial(Training.begin, settings)
     else:
@@ -190,10 +171,12 @@ def train(values: dict[str, Any]) -> None:
 
 def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
     """The settings of a file with the flags over them."""
+    if file is None:
+        return Config(**flags)
     try:
-        return Config(**({} if file is None else read_toml(file)) | flags)
+        return Config(**read_toml(file) | flags)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}" if file else str(error)) from error
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _take_threads(settings: Config, lanes: int) -> None:
@@ -321,22 +304,20 @@ def doctor(options: DoctorOptions) -> int:
             " train.py after it"
         )
     watch, code = open_doctor(ignore=ignore, strict=options.strict), 0
-    before = sys.argv, sys.path[:]
     sys.argv = [str(script), *click.get_current_context().args]
     sys.path[0] = str(script.resolve().parent)
     try:
         with watch:
             runpy.run_path(str(script.absolute()), run_name="__main__")
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException as error:  # noqa: BLE001 (a script may raise anything)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if not (options.strict and watch.findings):  # the first one stopped it
             traceback.print_exc()
-    finally:
-        sys.argv, sys.path[:] = before
     print(watch, flush=True)
     unknown = watch.internal_error is not None or not watch.coverage.recurrences
     return code or (1 if watch.findings else 2 * unknown)

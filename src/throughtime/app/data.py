@@ -9,7 +9,7 @@ Shapes: `T` steps, `D` input features with the static ones, `C` target columns.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,8 +81,7 @@ def targets_in(recording: Recording) -> Iterable[Array]:
 
 def layout_of(config: Config) -> Layout:
     """The layout that the settings of a run describe."""
-    names = [one.name for one in fields(Layout) if one.name in Config.model_fields]
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    settings: dict[str, Any] = {k: v for k, v in config if k in Layout.__annotations__}
     return Layout(**settings, rate_set=config.rate is not None)
 
 
@@ -252,22 +251,21 @@ def in_splits(
         splits.setdefault(split or "train", []).append(played)
     if any(one.split for one in sources):
         return splits, f"splits as in the data ({_sizes(splits)})"
-    train = splits["train"]
+    train, whole = splits["train"], splits["train"][0]
     if holdout == 0:
         return splits, "nothing held out (--holdout 0): the scores are those of the training data"
+    count, remark = 1, f"the last {holdout:.0%} of the recording held out"
     if len(train) > 1:
         count = max(1, round(len(train) * holdout))
         remark = f"{count} of {len(train)} recordings held out, the last by name"
-        return {"train": train[:-count], "valid": train[-count:]}, remark
-    (whole,), cut = train, round(len(train[0]) * (1 - holdout))
-    if not 0 < cut < len(whole):
+    elif 0 < (cut := round(len(whole) * (1 - holdout))) < len(whole):
+        train = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
+    else:
         raise DataError(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
             f" share of {holdout}; take --holdout 0"
         )
-    parts = {"train": Part(whole, 0, cut), "valid": Part(whole, cut, len(whole))}
-    remark = f"the last {holdout:.0%} of the recording held out"
-    return {name: [part] for name, part in parts.items()}, remark
+    return {"train": train[:-count], "valid": train[-count:]}, remark
 
 
 def _sizes(splits: Mapping[str, Sequence[Recording]]) -> str:
@@ -283,8 +281,8 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
         raise DataError(
-            f"no recordings in split '{name}'; there are {_sizes(splits)}. Name one of them, or"
-            " write the split into the manifest"
+            f"no recordings in split '{name}'; there are {_sizes(splits)}: name one of them with"
+            " --split, give other data, or write the split into the manifest"
         )
     return chosen
 
@@ -467,8 +465,8 @@ def _check_values(train: Statistics, valid: Statistics) -> None:
 
 def _left_out(data: Path, statistics: Statistics) -> Iterator[str]:
     """The files and steps that are not trained on."""
-    is_list = manifest_of(data) is not None or not is_folder(data)
-    others = () if is_list else read_folder(data).others
+    is_listed = manifest_of(data) is not None or not is_folder(data)
+    others = () if is_listed else read_folder(data).others
     for count, noun, why in (
         (len(others), "file", f"of no known format: {listed(others)}"),
         (statistics.without_inputs, "step", "the inputs are NaN or infinite"),

@@ -66,7 +66,7 @@ def evaluate_recordings(
     """
     ahead, season = spec.layout.ahead if spec.layout.task == "regress" else (), config.season
     lags = {"persistence": [0] * len(ahead)} if ahead else {}
-    if ahead and season:
+    if season and any(n % season for n in ahead):  # else it ends with the present
         lags["season"] = [-n % season for n in ahead]
     played: list[Any] = recordings
     if lags:

@@ -226,7 +226,8 @@ def fit(
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
     # by epochs an estimate: the order moves their end
     total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
-    parts = _parts_of(optimizer, schedule, loss_fn)
+    folder = out if isinstance(out, RunFolder | None) else RunFolder(Path(out))
+    parts = _parts_of(optimizer, schedule, loss_fn) | dict(folder.parts if folder else {})
     if valid is None or callable(valid):
         validate = cast("Callable[[], Evaluation] | None", valid)
     else:
@@ -246,7 +247,7 @@ def fit(
         patience,
         keep == "best",
         logger,
-        out if isinstance(out, RunFolder | None) else RunFolder(Path(out)),
+        folder,
         total,
         ranks,
         parts,
@@ -504,12 +505,13 @@ class _Training:
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
                 f" own share of the recordings, not of {count}: start as many by torchrun"
             )
-        for name in before.keys() & self.parts.keys():  # another torch may have other settings
-            if before[name] != self.parts[name]:
-                raise RunError(
-                    f"the folder holds a training whose {name} is {before[name]}, and it is"
-                    f" {self.parts[name]} now: give the same one, or another out="
-                )
+        both = sorted(before.keys() & self.parts.keys())  # another torch may have other settings
+        if changed := [name for name in both if before[name] != self.parts[name]]:
+            values = (f"{name} was {before[name]} and is {self.parts[name]}" for name in changed)
+            raise RunError(
+                f"{folder.path}: has changed since the checkpoint: {'; '.join(values)}; put it back"
+                " as it was, or begin another run in another folder"
+            )
         position, module = saved["ranks"][self.ranks.rank], self.net.module
         self.stream.load_state_dict(position["stream"])  # before all that other data change
         check_layout(saved["net"], module.state_dict())

@@ -205,11 +205,6 @@ class Run:
         own = entries if chosen == "all" else entries_of(entries, chosen)
         sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
         splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout, spec.standardise)
-        if split is None and data is None and {*splits} == {"train"}:
-            raise DataError(
-                "nothing of the data was held out from training: give other data, or write --split"
-                " train to take those of the training"
-            )
         recordings = choose_split(splits, chosen)
         played = as_played(recordings, spec.layout, spec.classes) if targets else recordings
         return chosen, played

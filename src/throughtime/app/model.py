@@ -20,7 +20,7 @@ from throughtime.app.scores import MultiLabel
 from throughtime.app.settings import Config
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.carry.carried import Carried, carry, running
-from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed, one_line
+from throughtime.errors import ConfigError, RunError, ThroughtimeError, listed, one_line
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
@@ -200,10 +200,7 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     """
     x = example_inputs(net, spec)[:5, None]
     x = x.to(next(net.parameters(), x))
-    try:
-        net.prepare(x)
-    except ModelError as error:
-        raise ModelError(f"the state of {spec.model} cannot be carried: {error}") from error
+    net.prepare(x)
     with running(net):
         y, _ = net(x, net.initial_state(1, like=x))
     if y.shape != (5, 1, spec.outputs):

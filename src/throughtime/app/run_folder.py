@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from throughtime import tensor_files
 from throughtime.app.settings import CODE, Config, read_toml
 from throughtime.app.user_class import kept_class
-from throughtime.distributed import differing_keys
 from throughtime.errors import ConfigError, RunError, listed
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
@@ -36,7 +35,6 @@ _CHECKPOINT = "throughtime.checkpoint/1"
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
-_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
@@ -58,7 +56,8 @@ class RunFolder:
         audit: the results of `audit`.
         facts: the first line of the log.
         description: plain values that the model file holds beside the weights.
-        kept: further values of a checkpoint.
+        code: of each file of the user's, by the setting that names it, the SHA-256.
+        parts: what a training must go on with, besides that of `tt.fit`, in words by name.
         checkpoint_every: seconds between two checkpoints.
         patient: whether a run goes on though its patience has ended.
     """
@@ -73,7 +72,8 @@ class RunFolder:
         self.audit = path / "audit.json"
         self.facts: Mapping[str, Any] = {}
         self.description: Mapping[str, Any] = {}
-        self.kept: Mapping[str, Any] = {}
+        self.code: Mapping[str, str] = {}
+        self.parts: Mapping[str, str] = {}
         self.checkpoint_every = 30.0
         self.patient = False
 
@@ -114,14 +114,13 @@ class RunFolder:
             RunError: it is a file, or holds a run, or other files than a start without a checkpoint
                 leaves, which begins with the log.
         """
-        if self.path.is_file():
-            raise RunError(f"{self.path}: is a file; choose another --out")
         left = (self.config.name, self.metrics.name, ".py", ".tmp") if self.metrics.exists() else ()
         every = (path.name for path in self.path.glob("[!.]*"))
-        if others := sorted(name for name in every if not name.endswith(left)):
+        others = sorted(name for name in every if not name.endswith(left))
+        if others or self.path.is_file():
             raise RunError(
-                f"{self.path}: holds a run already, or other files ({listed(others)}); if it is"
-                f" a run, continue it with --resume {self.path}, or choose another --out"
+                f"{self.path}: holds a run already, or other files ({listed(others)}), or is one;"
+                f" continue a run with --resume {self.path}, or choose another --out"
             )
         self._lines()  # raises if the log is of another origin
 
@@ -159,20 +158,6 @@ class RunFolder:
             config = config.changed(**{own.setting: str(own)})
         return config
 
-    def check_settings(self, config: Config, saved: Mapping[str, Any]) -> None:
-        """Refuse settings that are not those of the checkpoint, besides its paths and its end.
-
-        Raises:
-            RunError: names the settings, with both values.
-        """
-        now, before = plain_settings(config), saved["settings"]
-        if changed := [name for name in differing_keys(before, now) if name not in _FREE]:
-            values = (f"{name} {before.get(name)} to {now.get(name)}" for name in changed)
-            raise RunError(
-                f"{self.config}: has changed since the checkpoint: {', '.join(values)}; put the"
-                " values back, or begin a new run with --config and another --out"
-            )
-
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
         return self.path / f"scores-{split}.json"
@@ -202,7 +187,7 @@ class RunFolder:
         if not (os.path.lexists(self.checkpoint) or os.path.lexists(self.model)):
             return None
         content = load_checkpoint(self.checkpoint)
-        if not {"done", *self.kept} <= content.keys():
+        if not {"done", "parts"} <= content.keys():
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
@@ -214,7 +199,7 @@ class RunFolder:
         """
         if self.metrics.exists():
             sync(self.metrics)
-        checkpoint = checkpoint_bytes({**self.kept, **content})
+        checkpoint = checkpoint_bytes({**content, "code": self.code})
         write_together({self.checkpoint: checkpoint, self.model: model})
 
     def model_bytes(self, weights: Mapping[str, Tensor], update: int) -> bytearray:
@@ -289,11 +274,6 @@ def _checksum(content: bytes) -> bytes:
 def _sealed(content: bytes) -> bytes:
     """The line of a JSON object, with a checksum as its last entry."""
     return content[:-1] + b', "crc32": "' + _checksum(content) + b'"}\n'
-
-
-def plain_settings(config: Config) -> dict[str, str]:
-    """The settings as a checkpoint keeps them, in JSON."""
-    return {name: json.dumps(value) for name, value in config.kept().settings().items()}
 
 
 def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tensor]]:

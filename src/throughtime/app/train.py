@@ -43,11 +43,11 @@ from throughtime.app.model import (
     prepare_own,
     set_statistics,
 )
-from throughtime.app.run_folder import RunFolder, plain_settings
-from throughtime.app.settings import DEFAULT_STRIDE, Config
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.user_class import ClassReference, remember
-from throughtime.distributed import Ranks, differing_keys
-from throughtime.errors import ConfigError, DataError, ThroughtimeError
+from throughtime.distributed import Ranks
+from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
 from throughtime.gradient import (
@@ -70,6 +70,7 @@ _POLICIES = {
 }
 _RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 _PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
+_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}  # may change
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
@@ -166,11 +167,9 @@ class Training:
         }
         folder.description = asdict(spec)
         folder.checkpoint_every = config.checkpoint_every
-        folder.kept = {
-            "spec": folder.description,
-            "settings": plain_settings(config),
-            "code": {named.setting: named.sha256() for named in config.code()},
-        }
+        folder.code = {named.setting: named.sha256() for named in config.code()}
+        values = {**dict(config.kept()), **asdict(spec.layout)}  # its columns are those of the data
+        folder.parts = {name: repr(values[name]) for name in values.keys() - _FREE}
 
     @classmethod
     def begin(cls, config: Config, ranks: Ranks = _ALONE) -> "Training":
@@ -208,27 +207,16 @@ class Training:
                 has as many already stays as it is, its settings too.
 
         Raises:
-            RunError: the folder holds no run, or one of other settings, or code that is not
-                trusted.
-            DataError: what is wrong with the data; `run` refuses other recordings.
+            RunError: the folder holds no run, or code that is not trusted.
+            DataError: what is wrong with the data; `run` refuses other recordings and settings.
         """
         folder = RunFolder(path)
-        config, saved = folder.read_config(), folder.read_checkpoint()
-        if saved is not None:
-            folder.check_settings(config, saved)
-        own = folder.with_own_code(config, trust_code=trust_code)
+        own = folder.with_own_code(folder.read_config(), trust_code=trust_code)
         if end:
             own = own.changed(**{"updates": None, "epochs": None, **end})
         training = cls(own, folder, ranks)
         training.resumed, folder.patient = True, bool(end)
-        if saved is not None:
-            now, before = folder.description["layout"], saved["spec"]["layout"]
-            if changed := differing_keys(before, now):
-                faults = (f"{k} were {before.get(k)!r} and are now {now[k]!r}" for k in changed)
-                raise DataError(
-                    f"the data of {path} have changed since the run was started:"
-                    f" {'; '.join(faults)}"
-                )
+        if (saved := folder.read_checkpoint()) is not None:
             training.done = Fit(**saved["done"])
         return training
 
@@ -308,18 +296,14 @@ def make_policy(config: Config) -> Policy:
             f"--gradient {name}: its class {kind.__name__} has neither a method plan nor"
             " update; docs/how-to/extending.md shows a policy"
         )
-    signature = inspect.signature(kind)
-    stride = signature.parameters.get("stride")
-    if stride is not None and stride.default is stride.empty:
-        arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
         return kind(**arguments)
     except ThroughtimeError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"--gradient {name} with {arguments}: {error}. It takes {signature}; write"
-            " --gradient-arg NAME=VALUE"
+            f"--gradient {name} with {arguments}: {error}. It takes {inspect.signature(kind)};"
+            " write --stride 100, or --gradient-arg NAME=VALUE"
         ) from error
 
 
