@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,17 +89,13 @@ def _in_words(error: Exception) -> str:
 
 def _usage_fault(error: click.UsageError) -> str:
     """What is wrong with the words of a command line, and what to write."""
-    message, context = error.format_message().removesuffix("."), error.ctx
-    if context is None:
-        return message
-    advice = f"{context.command_path} --help lists what it takes, such as --seed 1"
     if isinstance(error, click.NoSuchOption):
-        message = f"{error.option_name}: no such option"
-        flags = [text for parameter in context.command.params for text in parameter.opts]
-        name = error.option_name.replace("_", "-").lower()
-        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.8):
-            advice = f"write {near[0]}"
-    return f"{message}; {advice}"
+        near = error.possibilities or ()
+        error.possibilities = difflib.get_close_matches(error.option_name, near, cutoff=0.8)
+    message = error.format_message().removesuffix(".")
+    if error.ctx is None:
+        return message
+    return f"{message}; {error.ctx.command_path} --help lists what it takes, such as --seed 1"
 
 
 def _command(
@@ -196,19 +193,12 @@ def _take_threads(settings: Config, lanes: int) -> None:
 
 def evaluate(options: EvalOptions) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    from throughtime.app.console import out, print_scores
-    from throughtime.app.evaluate import evaluate_run, keep_results
+    from throughtime.app.console import print_scores
 
     trained = _open_run(options)
     if options.missing:
-        trained = trained.changed(missing=options.missing)
-    with out.status("evaluating"):
-        scores = evaluate_run(trained, options.data, options.split)
-    path = trained.files.scores(scores.split)
-    written = keep_results(trained, path, scores)
-    print_scores(scores, path)
-    steps = counted(scores.steps, "step")
-    out.print(f"{steps} scored, by the model of update {scores.update}; {written}")
+        trained = replace(trained, config=trained.config.changed(missing=options.missing))
+    print_scores(trained, options.data, options.split)
 
 
 def predict(options: PredictOptions) -> None:

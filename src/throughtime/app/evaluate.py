@@ -9,7 +9,6 @@ import torch
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from throughtime.app.fit import ROW_KEYS, Row
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, make_stream
 from throughtime.app.scores import ClassScores, Scores, by_name
@@ -115,22 +114,6 @@ def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -
         confusion = dict(zip(spec.classes, classes.total.confusion.tolist(), strict=True))
     where = split, spec.update, str(data or run.config.data)
     return Scores(*where, result.steps, metrics, result.recordings, confusion)
-
-
-def validation_scores(run: Run, rows: Sequence[Row]) -> list[Scores]:
-    """The validation of the weights of the run among the lines of its log, if there is one."""
-    return [
-        Scores(
-            "valid",
-            row["update"],
-            run.config.data,
-            row["steps"],
-            {name: value for name, value in row.items() if name not in ROW_KEYS},
-            row["recordings"],
-        )
-        for row in rows
-        if (row["kind"], row["update"]) == ("valid", run.spec.update)
-    ]
 
 
 def read_results(path: Path, kind: type[T], command: str) -> T:

@@ -56,11 +56,8 @@ T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]
 """A line of the log: `kind` ("data", "train" or "valid"), `update`, and numbers by name."""
 Validation: TypeAlias = Stream | Recordings | Callable[[], Evaluation]
-ROW_KEYS = {"kind", "update", "loss", "steps", "recordings", "seconds", "frames"}
-"""What a line of a validation holds besides the metrics."""
 _STEPS = 100  # of an update, where neither data nor policy say
 _LOG_LINES = 200  # of a run
-_FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
 
 
@@ -176,8 +173,7 @@ def fit(
             second one ends at once.
 
     Cost: that of `tt.updates` and `tt.evaluate`; with `keep="best"` a copy of the weights, and
-    two in a checkpoint. A checkpoint is written after a second, then ever more rarely, at last
-    every 30 seconds.
+    two in a checkpoint, which is written every 30 seconds.
 
     Example:
         >>> import torch, throughtime as tt
@@ -211,8 +207,10 @@ def fit(
     faults = {
         f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
         f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
-        "patience= and ReduceLROnPlateau count validations; give recordings as valid=": (
-            valid is None and (patience or isinstance(schedule, ReduceLROnPlateau))
+        "patience= and ReduceLROnPlateau (--schedule plateau) count validations in training: hold"
+        " recordings out (valid=, --holdout), with valid_every above 0": (
+            (valid is None or valid_every == 0)
+            and (patience or isinstance(schedule, ReduceLROnPlateau))
         ),
         "schedule= changes the rate of another optimizer: make it of the one that is passed": (
             schedule is not None and schedule.optimizer is not optimizer
@@ -348,15 +346,8 @@ class _Training:
         return impatient or self.done.is_over(self.stream.epoch)
 
     def _wishes(self, since: float) -> list[bool]:
-        """Whether to stop, as any rank was told to, and whether a checkpoint is due.
-
-        Checkpoints are half as long apart as the run so far, up to the setting: a kill soon after
-        the start loses a second, or a third of the run.
-        """
-        due = False
-        if self.folder is not None and self.ranks.rank == 0:
-            own = max(_FIRST_SAVE, (time.monotonic() - self.started) / 2)
-            due = since >= min(self.folder.checkpoint_every, own)
+        """Whether to stop, and whether to save, as any rank was told to or finds it due."""
+        due = self.folder is not None and since >= self.folder.checkpoint_every
         wishes = [math.isfinite(self.stopped), due]
         return wishes if self.ranks.count == 1 else [*map(bool, self.ranks.total(wishes))]
 

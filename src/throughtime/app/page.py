@@ -27,7 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from throughtime.app.audit import AuditReport
-from throughtime.app.evaluate import read_results, validation_scores
+from throughtime.app.evaluate import read_results
 from throughtime.app.fit import Row
 from throughtime.app.load import Run
 from throughtime.app.scores import Scores
@@ -72,7 +72,9 @@ def write_report(run: Run) -> Path:
         rows=rows,
         weights=sum(weight.numel() for weight in run.net.parameters()),
         recording=_longest(run),
-        scores=_scores(run, rows),
+        scores=[
+            read_results(path, Scores, "eval") for path in sorted(run.folder.glob("scores-*.json"))
+        ],
         learning=_learning(rows),
         audit=audit,
         counted=counted,
@@ -137,14 +139,6 @@ def _worst(errors: Array) -> list[tuple[str, slice]]:
         return []
     start = int(np.argmax(sums[length:] - sums[:-length]))
     return [("Its worst stretch", slice(start, start + length))]
-
-
-def _scores(run: Run, rows: Sequence[Row]) -> dict[str, Scores]:
-    """The last validation of the model, and every split that `eval` has scored."""
-    every = validation_scores(run, rows)
-    for path in sorted(run.folder.glob("scores-*.json")):
-        every.append(read_results(path, Scores, "eval"))
-    return {scores.split: scores for scores in every}
 
 
 def _learning(rows: Sequence[Row]) -> str:

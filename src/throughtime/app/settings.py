@@ -288,7 +288,7 @@ class Config(Settings):
     out: str = ""
     """The run folder. Default: runs/NAME-OF-DATA."""
     checkpoint_every: PositiveFloat = 30.0
-    """Seconds between two checkpoints; the first ones come sooner."""
+    """Seconds between two checkpoints."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -349,7 +349,6 @@ class Config(Settings):
             " their units: take --standardise split or first:400": (
                 self.difference and self.standardise == "recording"
             ),
-            f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
             "--class-weights belongs to classes: leave it out, or write --task classify": (
                 self.task not in {None, "classify"} and self.class_weights != "none"
             ),

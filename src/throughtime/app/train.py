@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.data import open_dataset, target_moments
 from throughtime.app.evaluate import evaluate_recordings
-from throughtime.app.fit import Fit, Row, fit, from_first, updates_per_epoch
+from throughtime.app.fit import Fit, Row, fit, from_first
 from throughtime.app.model import (
     ModelSpec,
     build_model,
@@ -141,21 +141,13 @@ class Training:
         self.net.to(config.device)
         if own is not None:
             prepare_own(self.net, spec)
-        how = {"seed": config.seed, "hand_off": config.hand_off}
-        self.stream = make_stream(dataset.train, spec, config, config.lanes // ranks.count, **how)
+        lanes, how = config.lanes // ranks.count, {"seed": config.seed, "hand_off": config.hand_off}
+        self.stream = make_stream(dataset.train, spec, config, lanes, **how)
         self.policy = make_policy(config)
-        self.epoch_updates = updates_per_epoch(self.policy, self.stream, ranks.count)
-        total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
         self.loss_fn = make_loss(spec, self.net, config.loss)
-        self.schedule = make_schedule(self.optimizer, config, self.stream, total)
+        self.schedule = make_schedule(self.optimizer, config, self.stream)
         self.validates = bool(dataset.valid) and config.valid_every != 0
-        if not self.validates and (config.patience or config.schedule == "plateau"):
-            raise ConfigError(
-                "--patience and --schedule plateau count validations during training, and there"
-                " are none: hold recordings out (--holdout, or a split valid), with --valid-every"
-                " above 0"
-            )
         if config.keep == "best" and not self.validates:
             dataset = replace(dataset, remarks=(*dataset.remarks, NOT_VALIDATED))
         self.dataset, self.resumed, self.done = dataset, False, Fit()
@@ -167,8 +159,8 @@ class Training:
         }
         folder.description = asdict(spec)
         folder.checkpoint_every = config.checkpoint_every
-        folder.code = {named.setting: named.sha256() for named in config.code()}
         values = {**dict(config.kept()), **asdict(spec.layout)}  # its columns are those of the data
+        values |= {f"code of {named.setting}": named.sha256() for named in config.code()}
         folder.parts = {name: repr(values[name]) for name in values.keys() - _FREE}
 
     @classmethod
@@ -337,9 +329,7 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     return optimizer
 
 
-def make_schedule(
-    optimizer: Optimizer, config: Config, stream: Stream, updates: int
-) -> LRScheduler:
+def make_schedule(optimizer: Optimizer, config: Config, stream: Stream) -> LRScheduler:
     """The schedule of torch that the settings describe.
 
     `step()` belongs after each update; that of a plateau after each validation, with a loss.
@@ -348,7 +338,6 @@ def make_schedule(
         optimizer: of the run.
         config: its settings.
         stream: which knows how far a run by epochs has come: its updates are only estimated.
-        updates: of the run, or an estimate.
     """
     if config.schedule == "plateau":
         rule: dict[str, Any] = {"factor": 0.5, "patience": _PATIENCE - 1, "threshold": 0, "eps": 0}
@@ -356,7 +345,7 @@ def make_schedule(
 
     def factor(done: int) -> float:
         epoch = stream.epoch + stream.position / stream.steps
-        share = epoch / (config.epochs or 1) if config.updates is None else done / updates
+        share = done / config.updates if config.updates else epoch / (config.epochs or 1)
         cosine = (1 + math.cos(math.pi * min(1.0, share))) / 2
         return cosine if config.schedule == "cosine" else 1.0
 

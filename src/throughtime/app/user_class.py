@@ -196,14 +196,14 @@ def is_reference(text: str) -> bool:
 
 
 def kept_class(
-    folder: Path, named: ClassReference, sha256: str | None, *, trust_code: bool
+    folder: Path, named: ClassReference, sha256: str | None = None, *, trust_code: bool
 ) -> ClassReference:
     """The class in the copy of its file that a run keeps.
 
     Args:
         folder: of the run.
         named: the file and the class, as the run names them.
-        sha256: of the file that the run was started with; `None` if it has no checkpoint yet.
+        sha256: of the file that the run was started with; `None` if something else compares it.
         trust_code: let this process execute the file.
 
     Raises:
@@ -214,8 +214,7 @@ def kept_class(
     if not inside or sha256 not in {None, kept.sha256()}:
         raise RunError(
             f"{kept.path}: the code of the {named.setting} is missing or has been changed, or lies"
-            " outside this run folder; put back the file that the run was started with (SHA-256"
-            f" {sha256 or 'not recorded'})"
+            " outside this run folder; put back the file that the run was started with"
         )
     if trust_code:
         kept.trust()
