@@ -157,7 +157,7 @@ def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
 def reading(data: Dataset) -> Run:
     """A run that only reads recordings."""
     config = Config(data="d")
-    spec = ModelSpec.from_data(config, data)
+    spec = ModelSpec.from_data(config, data, None)
     return Run(Path(), tt.carry(torch.nn.GRU(1, 1)), spec, config)
 
 

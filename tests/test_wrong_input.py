@@ -101,7 +101,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "yaml": ("run.yaml", "lr: 0.1\n"),
         "sections": ("sections.toml", "[training]\nlr = 0.1\n"),
         "truths": ("truths.toml", "lanes = true\nlr = false\nhand_off = true\n"),
-        "table": ("table.toml", "[gradient_args]\ntolerance = 0.1\n"),
+        "table": ("table.toml", "[gradient_arg]\ntolerance = 0.1\n"),
         "script": ("script.py", "pass\n"),
     }
     for name, text in files.values():

@@ -90,8 +90,9 @@ def _in_words(error: Exception) -> str:
 def _usage_fault(error: click.UsageError) -> str:
     """What is wrong with the words of a command line, and what to write."""
     if isinstance(error, click.NoSuchOption):
-        near = error.possibilities or ()
-        error.possibilities = difflib.get_close_matches(error.option_name, near, cutoff=0.8)
+        name, near = error.option_name, error.possibilities or ()
+        near = difflib.get_close_matches(name, near, cutoff=0.8)
+        error = click.NoSuchOption(name, possibilities=near, ctx=error.ctx)
     message = error.format_message().removesuffix(".")
     if error.ctx is None:
         return message
@@ -133,7 +134,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
         help=help_of(about) + f" [default: {about.default}]" * shown,
         is_flag=kind is bool,
         default=None,
-        multiple=name == "gradient_args",  # of others the last one counts
+        multiple=name == "gradient_arg",  # of others the last one counts
         metavar=None if kind is bool else "|".join(choices(kind)) or "VALUE",
     )
 
@@ -159,7 +160,7 @@ def train(values: dict[str, Any]) -> None:
                 " train on to another end."
             )
         start = partial(Training.resume, options.resume, trust_code=options.trust_code, **values)
-    _take_threads(settings, settings.lanes)
+    _take_threads(settings)
     with started_ranks(settings) as ranks:
         with out.status("reading recordings"):
             training = start(ranks=ranks)
@@ -176,7 +177,7 @@ def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _take_threads(settings: Config, lanes: int) -> None:
+def _take_threads(settings: Config) -> None:
     """A single thread for small steps, unless `OMP_NUM_THREADS` says otherwise.
 
     A second one is useless there, and on a busy machine the two wait for each other at every step:
@@ -187,7 +188,7 @@ def _take_threads(settings: Config, lanes: int) -> None:
 
     if "OMP_NUM_THREADS" in os.environ or is_reference(settings.model):
         return
-    if 8 * lanes * settings.hidden**2 < WORTH_THREADS:
+    if 8 * settings.lanes * settings.hidden**2 < WORTH_THREADS:
         torch.set_num_threads(1)
 
 
@@ -223,8 +224,7 @@ def _open_run(options: RunOptions) -> "Run":
     from throughtime.app.load import load_run
 
     run = load_run(options.run, trust_code=options.trust_code)
-    many = isinstance(options, EvalOptions)  # predict and export play one recording at a time
-    _take_threads(run.config, run.config.lanes if many else 1)
+    _take_threads(run.config)
     return run
 
 
@@ -287,13 +287,13 @@ def doctor(options: DoctorOptions) -> int:
     """
     from throughtime.doctor import doctor as open_doctor
 
-    script, ignore = Path(options.script), options.ignore.split(",") if options.ignore else ()
+    script = Path(options.script)
     if not script.is_file():
         raise ConfigError(
             f"{script}: no such file. Write throughtime doctor train.py, with the arguments of"
             " train.py after it"
         )
-    watch, code = open_doctor(ignore=ignore, strict=options.strict), 0
+    watch, code = open_doctor(ignore=options.ignore, strict=options.strict), 0
     sys.argv = [str(script), *click.get_current_context().args]
     sys.path[0] = str(script.resolve().parent)
     try:

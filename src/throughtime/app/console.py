@@ -50,8 +50,7 @@ def run_training(training: Training) -> None:
             def show(row: Row) -> None:
                 if row["kind"] == "train":
                     status.update(progress_line(row))
-                    due = next(shown) % _EVERY == 0 or row["update"] >= row["updates"]
-                    if due and not out.is_terminal:
+                    if next(shown) % _EVERY == 0 and not out.is_terminal:
                         out.print(progress_line(row))
 
             training.run(show)
@@ -78,7 +77,7 @@ def _print_start(training: Training) -> None:
     out.print(
         f"inputs {inputs}; {kind} {listed(names)}; {model}; {training.config.describe_policy()}"
     )
-    if training.resumed:
+    if training.done.count:
         out.print(f"resumed at update {training.done.count}")
 
 
@@ -108,7 +107,7 @@ def print_scores(run: Run, data: Path | None = None, split: str | None = None) -
     """Score a run as `evaluate_run` does, keep the scores, and print them in tables."""
     with out.status("evaluating"):
         scores = evaluate_run(run, data, split)
-    path = run.files.scores(scores.split)
+    path = run.folder / f"scores-{scores.split}.json"
     written = keep_results(run, path, scores)
     for title, columns, rows in scores.tables():
         heads = (

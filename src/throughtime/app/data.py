@@ -73,10 +73,9 @@ class SourceRecording(NamedTuple):
     rates: tuple[float, ...]
 
 
-def targets_in(recording: Recording) -> Iterable[Array]:
-    """The targets of the blocks of a recording."""
-    blocks = (steps.targets for _, steps in read_blocks(recording))
-    return (targets for targets in blocks if targets is not None)
+def targets_in(recording: Recording) -> Iterable[Any]:
+    """The targets of the blocks of a recording that has some."""
+    return (steps.targets for _, steps in read_blocks(recording))
 
 
 def layout_of(config: Config) -> Layout:
@@ -133,19 +132,19 @@ def open_recordings(
         DataError: missing columns, targets of another length, an empty recording, an unreadable
             file, other columns or rates than those of the first recording; all are listed.
     """
-    opened, faults, columns = list[SourceRecording](), list[str](), dict[str, None]()
+    opened, faults, columns = list[SourceRecording](), list[str](), set[str]()
     for entry in entries:
         try:
             tables = [layout.open(path) for path in entry.inputs]
-            columns |= {name: None for table in tables for name in table.columns}
+            columns.update(*(table.columns for table in tables))
             opened.append(open_entry(entry, tables, layout, targets=targets))
         except DataError as error:
             faults.append(str(error))
-    absent = {*layout.exclude} - {*columns}
+    absent = {*layout.exclude} - columns
     if targets and opened and absent:
         faults.append(
             f"--exclude {listed(sorted(absent))}: no recording has it; they have the columns"
-            f" {listed(columns)}{did_you_mean(min(absent), columns)}"
+            f" {listed(sorted(columns))}{did_you_mean(min(absent), columns)}"
         )
     faults += _differences(opened, layout, width)
     if faults:
@@ -158,8 +157,8 @@ def _differences(
 ) -> Iterator[str]:
     """How recordings differ from each other, the layout or the width of a model."""
     rates = [(one.recording, rate) for one in opened for rate in one.rates]
-    first, expected = "what the model was trained on", layout.rate
-    if rates and expected is None:
+    first, expected = "what the model was trained on", layout.rate or 0.0
+    if rates and not expected:
         first, expected = f"recording '{rates[0][0].name}'", rates[0][1]
     for recording, rate in [] if layout.rate_set else rates:
         tolerance = _CLOSE if recording.times is None else _MEASURED
@@ -251,7 +250,8 @@ def in_splits(
         splits.setdefault(split or "train", []).append(played)
     if any(one.split for one in sources):
         return splits, f"splits as in the data ({_sizes(splits)})"
-    train, whole = splits["train"], splits["train"][0]
+    train = splits["train"]
+    whole = train[0]
     if holdout == 0:
         return splits, "nothing held out (--holdout 0): the scores are those of the training data"
     count, remark = 1, f"the last {holdout:.0%} of the recording held out"
@@ -259,7 +259,7 @@ def in_splits(
         count = max(1, round(len(train) * holdout))
         remark = f"{count} of {len(train)} recordings held out, the last by name"
     elif 0 < (cut := round(len(whole) * (1 - holdout))) < len(whole):
-        train = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
+        train[:] = Part(whole, 0, cut), Part(whole, cut, len(whole))
     else:
         raise DataError(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
@@ -337,8 +337,7 @@ class Statistics:
             wrong += int(bad.any(axis=1).sum())
             self.inputs.add(inputs)
             own.add(inputs)
-            if steps.targets is not None:
-                self._add_targets(f"recording '{recording.name}'", start, steps.targets)
+            self._add_targets(f"recording '{recording.name}'", start, steps.targets)
         self.means.append(own.mean)
         self.without_inputs += wrong
         if wrong and self.missing == "error":
@@ -348,7 +347,7 @@ class Statistics:
                 " without inputs: --missing mask"
             )
 
-    def _add_targets(self, name: str, start: int, targets: Array) -> None:
+    def _add_targets(self, name: str, start: int, targets: Any) -> None:
         """Add the targets of a block, which starts at step `start`."""
         if self.task == "classify":
             for value, count in zip(*np.unique(targets, return_counts=True), strict=True):
@@ -495,10 +494,8 @@ def leaks(recording: Recording, layout: Layout, copied: Sequence[str] = ()) -> I
         layout: with the names of its inputs.
         copied: the columns of a targets file.
     """
-    _, steps = next(read_blocks(recording))
-    if steps.targets is None:
-        return
-    x, y = as_columns(steps.inputs).T, as_columns(steps.targets).T
+    inputs, targets, _ = next(read_blocks(recording))[1]
+    x, y = (as_columns(np.asarray(rows)).T for rows in (inputs, targets))
     pairs = zip(layout.inputs, x, strict=False)
     named = {
         "determines a target": [name for name, a in pairs if any(_determines(a, b) for b in y)],
@@ -533,7 +530,6 @@ def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> 
     moments = Moments()
     for recording in recordings:
         for _, steps in read_blocks(recording):
-            if steps.targets is not None:
-                targets = as_columns(steps.targets)
-                moments.add(targets - as_columns(steps.inputs)[:, list(now)] if now else targets)
+            targets = as_columns(np.asarray(steps.targets))
+            moments.add(targets - as_columns(steps.inputs)[:, list(now)] if now else targets)
     return moments

@@ -512,7 +512,7 @@ class _Training:
         if self.schedule is not None:
             self.schedule.load_state_dict(saved["schedule"])
         end, self.done = self.done.end, Fit(**saved["done"])
-        if end != self.done.end or folder.patient:
+        if end != self.done.end:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
         self.loss = saved["loss"].to(self.ranks.device)

@@ -117,14 +117,13 @@ def play(run: Run, recording: Recording) -> tuple[dict[str, dict[str, Array]], A
     spec, steps = run.spec, recording.read(0, len(recording))
     outputs, _ = predict(run.net, recording, dtype=spec.torch_dtype, missing=run.config.missing)
     values, inputs = spec.probabilities(outputs).double().cpu().numpy(), as_columns(steps.inputs)
-    true = as_columns(steps.targets)[:, 0]
+    true = as_columns(np.asarray(steps.targets))[:, 0]
     true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
     name, columns = spec.target_names[0], spec.layout.inputs[:_INPUTS]
     panels = {column: {column: x} for column, x in zip(columns, inputs.T, strict=False)}
     if not spec.classes:
         panels[f"{name}: predicted"] = {"target": true, "predicted": values[:, 0]}
-        answers = values[:, 0].round() if spec.is_multilabel else values[:, 0]
-        return panels, np.square(answers - true)
+        return panels, np.square(values[:, 0] - true)
     shown = {spec.classes[i]: i for i in np.sort(np.argsort(-values.mean(axis=0))[:_CLASSES])}
     panels[f"label: {name}"] = {key: np.where(true == i, i, np.nan) for key, i in shown.items()}
     panels["predicted probability"] = {key: values[:, i] for key, i in shown.items()}

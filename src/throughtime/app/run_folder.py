@@ -56,7 +56,6 @@ class RunFolder:
         description: plain values that the model file holds beside the weights.
         parts: what a training must go on with, besides that of `tt.fit`, in words by name.
         checkpoint_every: seconds between two checkpoints.
-        patient: whether a run goes on though its patience has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +70,6 @@ class RunFolder:
         self.description: Mapping[str, Any] = {}
         self.parts: Mapping[str, str] = {}
         self.checkpoint_every = 30.0
-        self.patient = False
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -151,10 +149,6 @@ class RunFolder:
                 own = kept_class(self.path, named, trust_code=trust_code)
                 config = config.changed(**{own.setting: str(own)})
         return config
-
-    def scores(self, split: str) -> Path:
-        """The scores that `eval` wrote for a split."""
-        return self.path / f"scores-{split}.json"
 
     def read_config(self) -> Config:
         """The settings of the run.

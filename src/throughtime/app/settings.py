@@ -34,7 +34,6 @@ CODE = ("model", "gradient", "loss", "optimizer")
 """The settings that may name a class in a user's file."""
 SHORT = ("stride", "horizon", "cut_every")
 """The settings that are arguments of a gradient policy."""
-_FLAGS = {"gradient_args": "--gradient-arg"}
 _Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
 
 
@@ -98,7 +97,7 @@ def help_of(field: Any) -> str:
 
 def flag(name: str) -> str:
     """The flag, or the argument, of a setting."""
-    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    return ARGUMENTS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def written(name: str, value: Any) -> str:
@@ -146,7 +145,7 @@ def named_arguments(entries: Iterable[str]) -> dict[str, Any]:
         return tomllib.loads("\n".join(entries))
     except ValueError as error:
         raise ValueError(
-            f"{written('gradient_args', entries)}: expected NAME=VALUE as in TOML, such as"
+            f"{written('gradient_arg', entries)}: expected NAME=VALUE as in TOML, such as"
             f" tolerance=0.1, and text in quotes ({error})"
         ) from error
 
@@ -221,7 +220,7 @@ class Config(Settings):
     manifest names splits."""
     model: Literal["lstm", "gru", "rnn"] | ClassFile = "lstm"
     """The recurrent layer; or your own module as FILE.py:Class, made with those of inputs, outputs,
-    hidden, layers and dropout that it takes."""
+    hidden and layers that it takes."""
     difference: bool = False
     """With --ahead: outputs are changes of input columns from now, which the net adds to them; the
     loss is in units of the change."""
@@ -229,14 +228,11 @@ class Config(Settings):
     """Width of the recurrent layers."""
     layers: PositiveInt = 1
     """Number of recurrent layers."""
-    dropout: Share = 0.0
-    """Share of the outputs of every recurrent layer that training replaces by 0. An update is then
-    several calls instead of one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of inputs and weights."""
     gradient: Literal["truncated", "exact", "adaptive", "randomized"] | ClassFile = "truncated"
     """How credit flows back; or your own policy as FILE.py:Class."""
-    gradient_args: Annotated[tuple[str, ...], LIST] = ()
+    gradient_arg: Annotated[tuple[str, ...], LIST] = ()
     """An argument of the gradient policy, NAME=VALUE; repeat for more."""
     stride: PositiveInt | None = None
     """Steps between two updates (k1). Default: 100 for truncated."""
@@ -305,7 +301,7 @@ class Config(Settings):
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in SHORT}
         present = {name: value for name, value in short.items() if value is not None}
-        named = named_arguments(self.gradient_args)
+        named = named_arguments(self.gradient_arg)
         if again := present.keys() & named.keys():
             raise ValueError(f"{flag(min(again))} is given again by --gradient-arg: leave one out")
         return present | named
@@ -449,7 +445,7 @@ class DoctorOptions(Settings):
 
     script: str
     """The script to run; what follows it are its own arguments."""
-    ignore: str | None = None
+    ignore: Columns = ()
     """Codes that are not reported, separated by commas, such as TT201,TT207."""
     strict: bool = False
     """Stop at the first finding."""

@@ -71,7 +71,7 @@ _POLICIES = {
 _RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 _PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
 _FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}  # may change
-_SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
+_SIZES = ("hidden", "layers")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
     " recordings held out choose the best)"
@@ -129,7 +129,7 @@ class Training:
         dataset, own = open_dataset(config), own_class(config)
         config = config.changed(task=dataset.layout.task)
         self.config, self.folder, self.ranks = config, folder, ranks
-        self.spec = spec = ModelSpec.from_data(config, dataset)
+        self.spec = spec = ModelSpec.from_data(config, dataset, own)
         seed_generators(config.seed, torch.device(config.device))
         defaults = Config.model_fields
         changed = [name for name in _SIZES if getattr(config, name) != defaults[name].default]
@@ -150,7 +150,7 @@ class Training:
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if config.keep == "best" and not self.validates:
             dataset = replace(dataset, remarks=(*dataset.remarks, NOT_VALIDATED))
-        self.dataset, self.resumed, self.done = dataset, False, Fit()
+        self.dataset, self.done = dataset, Fit()
         folder.facts = {
             "train": len(dataset.train),
             "valid": len(dataset.valid),
@@ -207,7 +207,6 @@ class Training:
         if end:
             own = own.changed(**{"updates": None, "epochs": None, **end})
         training = cls(own, folder, ranks)
-        training.resumed, folder.patient = True, bool(end)
         if (saved := folder.read_checkpoint()) is not None:
             training.done = Fit(**saved["done"])
         return training
