@@ -112,8 +112,15 @@ def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -
     if classes is not None:
         metrics = {**metrics, **classes.compute()}
         confusion = dict(zip(spec.classes, classes.total.confusion.tolist(), strict=True))
-    source = str(data or run.config.data)
-    return Scores(split, spec.update, source, result.steps, metrics, result.recordings, confusion)
+    return Scores(
+        split,
+        spec.update,
+        str(data or run.config.data),
+        result.steps,
+        metrics,
+        result.recordings,
+        confusion,
+    )
 
 
 def read_results(path: Path, kind: type[T], command: str) -> T:

@@ -207,10 +207,8 @@ def fit(
     faults = {
         f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
         f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
-        "patience= and ReduceLROnPlateau (--schedule plateau) count validations in training: hold"
-        " recordings out (valid=, --holdout), with valid_every above 0": (
-            (valid is None or valid_every == 0)
-            and (patience or isinstance(schedule, ReduceLROnPlateau))
+        "patience= and ReduceLROnPlateau count validations; give recordings as valid=": (
+            valid is None and (patience or isinstance(schedule, ReduceLROnPlateau))
         ),
         "schedule= changes the rate of another optimizer: make it of the one that is passed": (
             schedule is not None and schedule.optimizer is not optimizer

@@ -148,6 +148,11 @@ class Training:
         self.loss_fn = make_loss(spec, self.net, config.loss)
         self.schedule = make_schedule(self.optimizer, config, self.stream)
         self.validates = bool(dataset.valid) and config.valid_every != 0
+        if not self.validates and (config.patience or config.schedule == "plateau"):
+            raise ConfigError(
+                "--patience and --schedule plateau count validations during training: hold"
+                " recordings out (--holdout, or a split valid), with --valid-every above 0"
+            )
         if config.keep == "best" and not self.validates:
             dataset = replace(dataset, remarks=(*dataset.remarks, NOT_VALIDATED))
         self.dataset, self.done = dataset, Fit()
@@ -159,7 +164,7 @@ class Training:
         }
         folder.description = asdict(spec)
         folder.checkpoint_every = config.checkpoint_every
-        values = {**dict(config.kept()), **asdict(spec.layout)}  # its columns are those of the data
+        values = dict(config.kept()) | asdict(spec.layout)  # its columns are those of the data
         values |= {f"code of {named.setting}": named.sha256() for named in config.code()}
         folder.parts = {name: repr(values[name]) for name in values.keys() - _FREE}
 
