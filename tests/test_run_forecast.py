@@ -67,7 +67,7 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     words = f"train {data} --targets OT --ahead 24 --season 168 --updates 20"
     printed = run(*words.split(), "--missing", "mask", "--out", out)
     assert "inputs load, OT; targets OT" in printed
-    assert printed.count("persistence") == printed.count("season ") == 2
+    assert printed.count("persistence/") == printed.count("season/") == 2
     run("eval", out)
     scores = json.loads((out / "scores-valid.json").read_text(encoding="utf-8"))["metrics"]
 

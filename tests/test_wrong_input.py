@@ -85,7 +85,7 @@ NEW = [
     ("train {data} --inputs x --targets label --device meta", "--device meta: cannot be used"),
     ("train {data} --config {truths}", "--lanes True: Input", "--lr False: Input"),
     ("train {data} --config {table}", "--gradient-arg", "Input should be a valid tuple"),
-    ("predict {run} {data} --split all --out p.npy", "those of many recordings as .csv to"),
+    ("predict {run} {many} --out p.npy", "those of many recordings as .csv to a folder"),
     ("train {data} --gradient-arg a", "--gradient-arg a: expected NAME=VALUE as in TOML"),
     ("doctor --ignore TT000 {script}", "unknown ['TT000']"),
     ("train {data} --ahead 24-1", "--ahead 24-1: Input should be a valid integer"),
@@ -109,9 +109,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     for name, text in files.values():
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / "many").mkdir()
+    for name in ("a.csv", "b.csv"):
+        (folder / "many" / name).write_text("x\n1\n2\n", encoding="utf-8")
     columns = ("--inputs", "x", "--targets", "label", "--hidden", "4", "--lanes", "1")
     run("train", folder / "data.csv", *columns, "--updates", "2", "--out", folder / "run")
-    return {"run": folder / "run", **{key: folder / name for key, (name, _) in files.items()}}
+    return {
+        "run": folder / "run",
+        "many": folder / "many",
+        **{key: folder / name for key, (name, _) in files.items()},
+    }
 
 
 @pytest.mark.parametrize("case", [*TODAY, *NEW], ids=lambda case: case[0])
