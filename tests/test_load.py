@@ -118,13 +118,13 @@ def test_a_loaded_run_takes_raw_values_of_files_frames_and_live_rows(trained: Ru
     run = tt.load_run(str(trained.path))
     path = trained.path.parent / "data" / "test" / "c.csv"
     frame = pd.read_csv(path)
-    assert run.layout.inputs == ("u", "v")
+    assert run.spec.layout.inputs == ("u", "v")
     mean = frame[["u", "v"]].to_numpy().mean(0)
     shift = run.net.module.get_buffer("standardise.shift")
     assert shift.numpy() == pytest.approx(mean, abs=1.0)
     outputs, state = tt.predict(run.net, run.recordings(path, targets=False)[0])
     for source in (frame, frame.drop(columns=["beat", "level"]), frame[["v", "u"]]):
-        again, _ = tt.predict(run.net, tt.recording(source, inputs=run.layout.inputs))
+        again, _ = tt.predict(run.net, tt.recording(source, inputs=run.spec.layout.inputs))
         assert torch.equal(again, outputs)
     (alone,) = run.recordings(path, "all", targets=False)
     assert torch.equal(tt.predict(run.net, alone)[0], outputs)

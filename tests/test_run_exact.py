@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from test_run import finish, settings, stop_at, write_recordings
+from throughtime.app.fit import updates_per_epoch
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.gradient import Exact, executor
@@ -122,6 +123,6 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
     training = Training.begin(
         Config(**{**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
     )
-    assert training.epoch_updates == expected
+    assert updates_per_epoch(training.policy, training.stream, 1) == expected
     training.run()
     assert training.done.count == expected

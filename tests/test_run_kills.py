@@ -83,7 +83,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path, 
     values = {"updates": 500 * KILLS, "valid_every": 50, "checkpoint_every": 0.2, **RUNS[name]}
     masked = tmp_path / "masked.py"
     masked.write_text(MASKED, encoding="utf-8")
-    values["model"] = values.get("model", "lstm").format(masked=f"{masked}:Masked")
+    values["model"] = str(values.get("model", "lstm")).format(masked=f"{masked}:Masked")
     whole, folder = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
     assert started(arguments(settings(data, whole.path, **values)), name).wait(PATIENCE) == 0
     words = arguments(settings(data, folder.path, **values))

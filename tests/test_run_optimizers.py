@@ -110,7 +110,7 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
     net = torch.nn.Linear(3, 2)
     config = Config(data="d", lr=0.4, schedule="plateau", optimizer="sgd")
     optimizer = make_optimizer(net, config)
-    schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1), 10)
+    schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1))
     rates: list[float] = []
     for score in (1.0, 0.9, 0.95, 0.9, 0.8, 0.81, 0.8, 0.79, 0.9, float("nan")):
         schedule.step(score)
@@ -118,7 +118,7 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
     assert rates == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.05]
     cosine = Config(data="d", lr=0.4, schedule="cosine", updates=50)
     optimizer = make_optimizer(net, cosine)
-    schedule = make_schedule(optimizer, cosine, Stream(torch.zeros(9, 1), 1, 1), 50)
+    schedule = make_schedule(optimizer, cosine, Stream(torch.zeros(9, 1), 1, 1))
     rates = []
     for _ in range(51):
         rates.append(optimizer.param_groups[1]["lr"])

@@ -142,11 +142,6 @@ class Run:
         return RunFolder(self.folder)
 
     @property
-    def layout(self) -> Layout:
-        """The columns of inputs and targets, and how files are read."""
-        return self.spec.layout
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the outputs; empty for a regression."""
         return self.spec.classes
@@ -215,7 +210,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         >>> config = Config(**paths, targets=("y",), **options)
         >>> Training.begin(config).run()
         >>> run = tt.load_run(folder / "run")
-        >>> run.layout.inputs, run.classes
+        >>> run.spec.layout.inputs, run.classes
         (('u',), ('0', '1'))
         >>> [recording] = run.recordings(folder / "a.csv", targets=False)
         >>> tt.predict(run.net, recording)[0].shape

@@ -11,6 +11,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec
 from throughtime.app.settings import PredictOptions
-from throughtime.errors import ConfigError, listed
+from throughtime.errors import ConfigError, DataError, listed
 from throughtime.files import named_errors, write_atomically
 from throughtime.predict import predict
 from throughtime.stream import Recording
@@ -76,9 +77,13 @@ def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]
         )
     names = file_names([recording.name for recording in recordings])
     paths = [out] if suffix else [out / f"{name}.csv" for name in names]
-    entries = find_recordings(Path(options.data or run.config.data), run.spec.layout.static)
-    sources = (source for entry in entries for source in (*entry.inputs, entry.targets) if source)
-    if lost := {path.resolve() for path in paths} & {source.resolve() for source in sources}:
+    sources = set[Path | None]()
+    for data in filter(None, (options.data, run.config.data)):
+        with suppress(DataError):  # what the run was trained on may be gone
+            for entry in find_recordings(Path(data), run.spec.layout.static):
+                sources |= {*entry.inputs, entry.targets}
+    kept = {source.resolve() for source in sources if source}
+    if lost := kept.intersection(path.resolve() for path in paths):
         raise ConfigError(f"{listed(lost)} is a recording itself; choose another --out")
     if not suffix:  # by it readers of a folder of recordings know this one
         write_atomically(out / LISTING, json.dumps([path.name for path in paths]).encode())

@@ -105,16 +105,15 @@ class RunFolder:
         """Refuse a folder in which a new run cannot start; a start that failed is replaced.
 
         Raises:
-            RunError: it is a file, or holds a run, or other files than a start without a checkpoint
+            RunError: it holds a run, or other files than a start without a checkpoint
                 leaves, which begins with the log.
         """
         left = (self.config.name, self.metrics.name, ".py", ".tmp") if self.metrics.exists() else ()
         every = (path.name for path in self.path.glob("[!.]*"))
-        others = sorted(name for name in every if not name.endswith(left))
-        if others or self.path.is_file():
+        if others := sorted(name for name in every if not name.endswith(left)):
             raise RunError(
-                f"{self.path}: holds a run already, or other files ({listed(others)}), or is one;"
-                f" continue a run with --resume {self.path}, or choose another --out"
+                f"{self.path}: holds a run already, or other files ({listed(others)}); continue a"
+                f" run with --resume {self.path}, or choose another --out"
             )
         self.read_metrics()  # raises if the log is of another origin
 
@@ -175,7 +174,7 @@ class RunFolder:
         if not (os.path.lexists(self.checkpoint) or os.path.lexists(self.model)):
             return None
         content = load_checkpoint(self.checkpoint)
-        if not {"done", "parts"} <= content.keys():
+        if "done" not in content:
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
