@@ -222,7 +222,7 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
         assert marker.exists()
         marker.unlink()
         monkeypatch.setattr(user_class, "_trusted", set[str]())
-        for name in [name for name in sys.modules if "user_mine" in name]:
+        for name in [name for name in sys.modules if "throughtime_user_" in name]:
             monkeypatch.delitem(sys.modules, name)
 
 

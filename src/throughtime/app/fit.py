@@ -494,8 +494,8 @@ class _Training:
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
                 f" own share of the recordings, not of {count}: start as many by torchrun"
             )
-        both = sorted(before.keys() & self.parts.keys())  # another torch may have other settings
-        if changed := [name for name in both if before[name] != self.parts[name]]:
+        # another torch may have other settings
+        if changed := sorted(k for k, v in before.items() if self.parts.get(k, v) != v):
             values = (f"{name} was {before[name]} and is {self.parts[name]}" for name in changed)
             raise RunError(
                 f"{folder.path}: has changed since the checkpoint: {'; '.join(values)}; put it back"

@@ -142,6 +142,11 @@ class Run:
         return RunFolder(self.folder)
 
     @property
+    def layout(self) -> Layout:
+        """The columns of inputs and targets, and how files are read."""
+        return self.spec.layout
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the outputs; empty for a regression."""
         return self.spec.classes
