@@ -60,7 +60,7 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
         ({"ahead": 24}, (24,)),
         ({"ahead": "1-3"}, (1, 2, 3)),
         ({"ahead": "1, 6"}, (1, 6)),
-        ({"gradient_args": "min=20,max=40", "gradient": "adaptive"}, ("min=20", "max=40")),
+        ({"gradient_arg": "min=20,max=40", "gradient": "adaptive"}, ("min=20", "max=40")),
         ({"lr": 1}, 1.0),
         ({"out": None}, "runs/d"),
         ({"stride": None}, 100),

@@ -153,7 +153,7 @@ def test_the_blocks_of_the_page_on_extensions_run(reader: Reader) -> None:
     reader.follow(IN_ORDER[0])
     config = (reader.folder / "runs" / "growing" / "config.toml").read_text(encoding="utf-8")
     assert "growing.py:Growing" in config
-    assert 'gradient_args = ["longest=80"]' in config
+    assert 'gradient_arg = ["longest=80"]' in config
 
 
 # data and trainings that reach no score

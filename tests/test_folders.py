@@ -146,7 +146,7 @@ def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_pat
 def reading(data: Dataset) -> Run:
     """A run that only reads recordings."""
     config = Config(data="d")
-    spec = ModelSpec.from_data(config, data)
+    spec = ModelSpec.from_data(config, data, None)
     return Run(Path(), tt.carry(torch.nn.GRU(1, 1)), spec, config)
 
 
@@ -165,13 +165,13 @@ def test_evenly_spaced_time_stamps_are_the_rate_of_a_run(tmp_path: Path) -> None
     assert data.layout.inputs == ("u",)
     assert data.layout.rate == pytest.approx(1 / 1800)
     mixed = hourly(tmp_path / "b", {"x": 30, "y": 60})
-    with pytest.raises(DataError, match=r"y.csv has 0.00027\S* rows per second, .* --rate N"):
+    with pytest.raises(DataError, match=r"y.csv' has 0.00027\S* rows per second, .* --rate N"):
         dataset(mixed)
     other = dataset(mixed, rate=2.0)
     assert (other.layout.rate, other.layout.rate_set) == (2.0, True)
     with pytest.raises(DataError, match=r"what the model was trained on has 0.00055"):
-        reading(data).recording(mixed / "y.csv")
-    assert len(reading(other).recording(mixed / "y.csv")) == 60
+        reading(data).recordings(mixed / "y.csv", targets=False)
+    assert len(reading(other).recordings(mixed / "y.csv", targets=False)[0]) == 60
     assert tt.recordings(mixed, targets="anomaly", rate=2.0)["train"]
 
 

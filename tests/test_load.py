@@ -85,12 +85,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return training.folder
 
 
-def test_a_frame_is_no_path() -> None:
-    frame: Any = {"x": [1.0], "y": [2.0]}
-    with pytest.raises(DataError, match=r"data is a dict, expected the path.*tt\.recording"):
-        tt.recordings(frame, targets="y")
-
-
 def test_a_loaded_run_scores_as_the_command_line_does(trained: RunFolder) -> None:
     run = tt.load_run(trained.path)
     metrics: Any = (
@@ -108,13 +102,13 @@ def test_a_loaded_run_takes_raw_values_of_files_frames_and_live_rows(trained: Ru
     run = tt.load_run(str(trained.path))
     path = trained.path.parent / "data" / "test" / "c.csv"
     frame = pd.read_csv(path)
-    assert run.layout.inputs == ("u", "v")
+    assert run.spec.layout.inputs == ("u", "v")
     mean = frame[["u", "v"]].to_numpy().mean(0)
     shift = run.net.module.get_buffer("standardise.shift")
     assert shift.numpy() == pytest.approx(mean, abs=1.0)
-    outputs, state = tt.predict(run.net, run.recording(path))
+    outputs, state = tt.predict(run.net, run.recordings(path, targets=False)[0])
     for source in (frame, frame.drop(columns=["beat", "level"]), frame[["v", "u"]]):
-        again, _ = tt.predict(run.net, tt.recording(source, inputs=run.layout.inputs))
+        again, _ = tt.predict(run.net, tt.recording(source, inputs=run.spec.layout.inputs))
         assert torch.equal(again, outputs)
     (alone,) = run.recordings(path, "all", targets=False)
     assert torch.equal(tt.predict(run.net, alone)[0], outputs)
@@ -129,8 +123,6 @@ def test_data_that_a_run_cannot_read_are_refused(trained: RunFolder, tmp_path: P
     run = tt.load_run(trained.path)
     (tmp_path / "a.csv").write_text("u\n1.0\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"inputs \['u', 'v'\] asked for, it has \['u'\]"):
-        run.recording(tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"holds 3 recordings; Run\.recordings returns all"):
-        run.recording(trained.path.parent / "data")
+        run.recordings(tmp_path / "a.csv", targets=False)
     with pytest.raises(RunError, match="no run there"):
         tt.load_run(tmp_path)

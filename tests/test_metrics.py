@@ -157,10 +157,8 @@ def test_labels_are_scored_each_by_itself() -> None:
     torch.manual_seed(0)
     outputs, targets = torch.randn(200, 3), torch.randint(0, 2, (200, 3))
     score = MultiLabel(("a", "b", "c"))
-    other = score.new()
     score.update(outputs[:77], targets[:77])
-    other.update(outputs[77:], targets[77:].double())
-    score.merge(other)
+    score.update(outputs[77:], targets[77:].double())
     values, alone = score.compute(), list[dict[str, float]]()
     for name, column, labels in zip("abc", outputs.T, targets.T, strict=True):
         one = Classification(2)

@@ -175,7 +175,7 @@ def test_certain_outputs_and_absent_classes_have_scores() -> None:
     found = scores.compute()
     assert found["auroc[a]"] == found["auprc[b]"] == 1.0
     assert math.isnan(found["auroc[c]"])
-    assert scores.confusion.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
+    assert scores.total.confusion.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
 
 
 def test_numbers_have_four_digits() -> None:

@@ -426,10 +426,10 @@ def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once
     data = write_recordings(tmp_path / "data")
     more = {"valid_every": 0, "schedule": "constant"}
     short = finish(settings(data, tmp_path / "run", **more))
-    short.scores("valid").write_text("{}", encoding="utf-8")
+    (short.path / "scores-valid.json").write_text("{}", encoding="utf-8")
     training = Training.resume(short.path, updates=90)
     training.run()
-    assert not short.scores("valid").is_file()  # scores of the model as it was
+    assert not (short.path / "scores-valid.json").is_file()  # scores of the model as it was
     whole = finish(settings(data, tmp_path / "whole", updates=90, **more))
     assert whole.model.read_bytes() == short.model.read_bytes()
     assert short.read_config().updates == 90
@@ -467,9 +467,9 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
     training.run()
     folder, trained = training.folder, load_run(training.folder.path)
     scores = evaluate_run(trained, None, "valid")
-    assert "written" in keep_results(trained, folder.scores("valid"), scores)
+    assert "written" in keep_results(trained, (folder.path / "scores-valid.json"), scores)
     assert scores.split == "valid"
-    content = read_results(folder.scores("valid"), Scores, "eval")
+    content = read_results((folder.path / "scores-valid.json"), Scores, "eval")
     assert content.metrics == pytest.approx(scores.metrics, nan_ok=True)
     assert list(content.recordings) == ["2"]
     with pytest.raises(DataError, match="no recordings in split 'tset'; there are train"):

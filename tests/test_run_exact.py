@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from test_run import finish, goes_on, settings, stop_at, write_recordings
+from throughtime.app.fit import updates_per_epoch
 from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.gradient import executor
@@ -78,6 +79,6 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
     training = Training.begin(
         Config(**{**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
     )
-    assert training.epoch_updates == expected
+    assert updates_per_epoch(training.policy, training.stream, 1) == expected
     training.run()
     assert training.done.count == expected

@@ -33,16 +33,32 @@ KILLS = int(os.environ.get("THROUGHTIME_KILLS", "1"))
 PATIENCE = 300.0
 RUNS: dict[str, dict[str, Any]] = {
     "stream": {},
-    "horizon": {"horizon": 25, "model": "gru", "layers": 2, "dropout": 0.3},
+    "horizon": {"horizon": 25, "model": "gru", "layers": 2},
     "epochs": {"epochs": 12 * KILLS, "updates": None, "warm_up": 5},
     "exact": {"gradient": "exact", "cut_every": 25, "stride": None},
-    "last": {"dropout": 0.5, "layers": 2, "dtype": "float64", "keep": "last"},
+    "last": {"model": "{masked}", "layers": 2, "dtype": "float64", "keep": "last"},
     "float64": {"dtype": "float64", "weight_decay": 0.1},
     "hand-off": {"hand_off": True, "lanes": 3},
     "schedule": {"task": "regress", "schedule": "cosine"},
     "ranks": {"lanes": 4, "horizon": 25},
     "ranks exact": {"lanes": 4, "gradient": "exact", "cut_every": 25, "stride": None},
 }
+
+
+MASKED = """
+from torch import nn
+
+
+class Masked(nn.Module):
+    def __init__(self, inputs, outputs, layers):
+        super().__init__()
+        self.gru = nn.GRU(inputs, 8, layers, dropout=0.5)
+        self.out = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, outputs))
+
+    def forward(self, x, state=None):
+        y, state = self.gru(x, state)
+        return self.out(y), state
+"""
 
 
 def started(words: list[str], name: str) -> "subprocess.Popen[Any]":
@@ -73,6 +89,9 @@ def killed(process: "subprocess.Popen[Any]", folder: RunFolder, draw: random.Ran
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     data = write_recordings(tmp_path / "data", (4000, 2500, 300))
     values = {"updates": 500 * KILLS, "valid_every": 50, "checkpoint_every": 0.2, **RUNS[name]}
+    masked = tmp_path / "masked.py"
+    masked.write_text(MASKED, encoding="utf-8")
+    values["model"] = str(values.get("model", "lstm")).format(masked=f"{masked}:Masked")
     whole, folder = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
     assert started(arguments(settings(data, whole.path, **values)), name).wait(PATIENCE) == 0
     words = arguments(settings(data, folder.path, **values))

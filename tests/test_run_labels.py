@@ -53,7 +53,7 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     assert shares.max() <= 1
     assert abs(shares.sum(1) - 1).max() > 0.5  # a mutant: shares of classes that exclude each other
     trained = tt.load_run(tmp_path / "run")
-    outputs, _ = tt.predict(trained.net, trained.recording(data))
+    outputs, _ = tt.predict(trained.net, trained.recordings(data, targets=False)[0])
     np.testing.assert_allclose(shares, outputs.sigmoid(), atol=1e-5)
     held_out = slice(2400, 3000)
     assert ((shares > 0.5) == labels)[held_out].mean() > 0.9

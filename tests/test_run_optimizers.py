@@ -12,10 +12,9 @@ from test_cli import ended
 from test_run import finish, goes_on, settings, write_recordings
 from throughtime.app import user_class
 from throughtime.app.model import StandardisedError
-from throughtime.app.optimizer import make_optimizer, make_schedule
 from throughtime.app.run_folder import load_checkpoint
 from throughtime.app.settings import Config
-from throughtime.app.train import Training
+from throughtime.app.train import Training, make_optimizer, make_schedule
 from throughtime.errors import ConfigError
 from throughtime.stream import Stream
 
@@ -103,7 +102,7 @@ def test_a_plateau_halves_the_rate() -> None:
     net = torch.nn.Linear(3, 2)
     config = Config(data="d", lr=0.4, schedule="plateau", optimizer="sgd")
     optimizer = make_optimizer(net, config)
-    schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1), 10)
+    schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1))
     rates: list[float] = []
     for score in (1.0, 0.9, 0.95, 0.9, 0.8, 0.81, 0.8, 0.79, 0.9, float("nan")):
         schedule.step(score)
@@ -176,8 +175,9 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
     config = folder.read_config()
     assert [own.setting for own in config.code()] == ["loss", "optimizer"]
     assert (config.optimizer, config.loss) == ("mine.py:Signs", "mine.py:Focal")
-    code = load_checkpoint(folder.checkpoint)["code"]
-    assert code == {name: user_class.ClassReference("", file, "").sha256() for name in named}
+    parts = load_checkpoint(folder.checkpoint)["parts"]
+    sha256 = user_class.ClassReference("", file, "").sha256()
+    assert all(parts[f"code of {name}"] == repr(sha256) for name in named)
     file.unlink()  # the run has its own copy
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(user_class, "_trusted", set[str]())
@@ -197,5 +197,5 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
         assert marker.exists()
         marker.unlink()
         monkeypatch.setattr(user_class, "_trusted", set[str]())
-        for name in [name for name in sys.modules if "user_mine" in name]:
+        for name in [name for name in sys.modules if "throughtime_user_" in name]:
             monkeypatch.delitem(sys.modules, name)

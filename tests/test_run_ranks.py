@@ -170,7 +170,7 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
         load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
     )
     names = {"net", "optimizer", "schedule", "best", "loss", "done", "ranks"}
-    names |= {"code", "settings", "spec", "parts"}
+    names |= {"parts"}
     assert set(alone) == set(together) == names
     assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
     for position in (*alone["ranks"], *together["ranks"]):

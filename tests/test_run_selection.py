@@ -1,5 +1,6 @@
 """Which weights a run keeps, and when it stops early: to the bit on resuming."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from test_cli import run
 from test_run import _lines, finish, flags, goes_on, settings, stop_at, write_recordings
+from test_run_kills import MASKED
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
@@ -62,7 +64,7 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
 @pytest.mark.parametrize(("task", "at"), [("classify", 6), ("regress", 29)])
 def test_a_stopped_run_keeps_the_same_best_to_the_bit(tmp_path: Path, task: str, at: int) -> None:
     more = UNSTEADY | {"task": task, "schedule": "cosine", "weight_decay": 0.1}
-    whole = goes_on(tmp_path, at, **more | {"dropout": 0.3, "layers": 2})
+    whole = goes_on(tmp_path, at, **more | {"layers": 2})
     assert load_model(whole.model)[1].update < 60
 
 
@@ -99,24 +101,30 @@ def test_patience_stops_early_says_so_and_trains_on_when_asked(tmp_path: Path) -
     best = best_of(rows, "classify")
     assert rows[-1]["update"] < 60
     assert rows.index(best) == len(rows) - 3
-    assert f"the model is that of update {best['update']}, the best on validation" in output
+    assert f"by the model of update {best['update']};" in output
     full = finish(settings(data, tmp_path / "full", **UNSTEADY))
     assert _lines(full)[: len(_lines(folder))] == _lines(folder)
     page = folder.report.read_text(encoding="utf-8")
     assert f"of update {best['update']}, the best" in page
-    run("train", "--resume", folder.path, "--updates", "60")
+    run("train", "--resume", folder.path, "--updates", "61")
     assert load_checkpoint(folder.checkpoint)["done"]["count"] > rows[-1]["update"]
 
 
-def test_dropout_acts_on_every_layer_in_training_only(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    for layers in (1, 2):
-        training = Training.begin(
-            Config(**settings(data, tmp_path / f"{layers}", layers=layers, dropout=0.5))
-        )
-        x = torch.randn(30, 2, 2)
-        state = training.net.initial_state(2)
-        once, again = (training.net(x, state)[0] for _ in range(2))
-        assert not torch.equal(once, again)
-        net = training.net.eval()
-        assert torch.equal(net(x, state)[0], net(x, state)[0])
+def test_dropout_of_a_module_of_ones_own_acts_in_training_only(tmp_path: Path) -> None:
+    data, code = write_recordings(tmp_path / "data"), tmp_path / "masked.py"
+    code.write_text(MASKED, encoding="utf-8")
+    values = settings(data, tmp_path / "run", layers=2, model=f"{code}:Masked", updates=20)
+    x, training = torch.randn(30, 2, 2), Training.begin(Config(**values))
+    state = training.net.initial_state(2)
+    once, again = (training.net(x, state)[0] for _ in range(2))
+    assert not torch.equal(once, again)
+    training.run()
+    folder = training.folder
+    net, _ = load_model(folder.model)
+    assert torch.equal(net(x, state)[0], net(x, state)[0])
+    audits: list[str] = []
+    for _ in range(2):
+        run("audit", folder.path, "--horizons", "10", "--steps", "40")
+        audits.append(folder.audit.read_text(encoding="utf-8"))
+    assert audits[0] == audits[1]  # no masks are drawn
+    assert json.loads(audits[0])["update"] == load_model(folder.model)[1].update

@@ -35,7 +35,7 @@ def test_every_command_reads_the_model_file_once(
         reads.clear()
 
 
-def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
+def test_checkpoints_are_as_far_apart_as_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each update takes 0.1 seconds of a clock that the test moves."""
@@ -62,7 +62,4 @@ def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
     training.optimizer.register_step_post_hook(pass_time)
     monkeypatch.setattr(training.folder, "save", noted_save)
     training.run()
-    gaps = np.diff([0.0, *saves[:-2]])
-    assert gaps[0] == pytest.approx(1.0, abs=0.11)
-    assert (np.diff(gaps) > -0.11).all()
-    assert gaps[-1] == pytest.approx(4.0, abs=0.11)
+    assert np.diff([0.0, *saves[:-2]]) == pytest.approx(4.0, abs=0.11)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.data import Statistics, layout_of, with_task
+from throughtime.app.data import Statistics, layout_of, task_of
 from throughtime.app.settings import Config
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.sources import as_recording
@@ -34,7 +34,7 @@ def table(path: Path, targets: list[Any], *, columns: int = 1) -> Path:
 def task(data: Path, **more: Any) -> str | None:
     values = {"data": str(data), "out": str(data.parent / "run"), **more}
     config = Config(**values)
-    return with_task(layout_of(config), find_recordings(data)).task
+    return task_of(layout_of(config), find_recordings(data))
 
 
 @pytest.mark.parametrize(("targets", "expected"), list(TARGETS.values()), ids=list(TARGETS))

@@ -93,8 +93,11 @@ class Sent:
     def hashes(self, **changes: str | None) -> None:
         """Change the SHA-256 of files in the checkpoint; leave out those that are None."""
         saved = load_checkpoint(self.run.checkpoint)
-        code = {k: v for k, v in {**saved["code"], **changes}.items() if v is not None}
-        self.run.checkpoint.write_bytes(checkpoint_bytes({**saved, "code": code}))
+        parts = dict(saved["parts"])
+        for setting, sha256 in changes.items():
+            parts.pop(f"code of {setting}")
+            parts |= {f"code of {setting}": repr(sha256)} if sha256 else {}
+        self.run.checkpoint.write_bytes(checkpoint_bytes({**saved, "parts": parts}))
 
     def sha256(self, file: str) -> str:
         return user_class.ClassReference("model", self.run.path / file, "").sha256()

@@ -25,13 +25,15 @@ TODAY = [
     ),
     ("train {data} --inputs x --targets label --gradient exact --stride 5", "argument 'stride'"),
     ("train --resume nowhere --lanes 2", "nowhere: no run there"),
-    ("train {data} --trust-code", "--trust-code belongs to --resume RUN"),
     ("train --resume {run} --lr 1", "leave out --lr. Only --updates or --epochs may be given"),
-    ("train {data} --inputs x --targets label --out {run}", "continue it with --resume"),
-    ("train {data} --learning-rate 1", "--learning-rate: no such option; throughtime train --help"),
-    ("train {data} --weight_decay 1", "--weight_decay: no such option; write --weight-decay"),
-    ("train {data} -lr 3", "-l: no such option; flags begin with two dashes, such as --lr"),
-    ("train {data} --exact", "--exact: no such option; throughtime train --help lists"),
+    ("train {data} --inputs x --targets label --out {run}", "continue a run with --resume"),
+    (
+        "train {data} --learning-rate 1",
+        "No such option '--learning-rate'; throughtime train --help",
+    ),
+    ("train {data} --weight_decay 1", "'--weight_decay'. Did you mean '--weight-decay'?"),
+    ("train {data} -lr 3", "No such option '-l'; throughtime train --help lists"),
+    ("train {data} --exact", "No such option '--exact'; throughtime train --help lists"),
     ("train {data} --lanes 0", "--lanes 0: Input should be greater than 0"),
     ("train {data} --updates 3 --epochs 1", "one of them says when to stop"),
     (
@@ -41,7 +43,7 @@ TODAY = [
     ("eval {data} {data}", "no run there"),
     (
         "eval {run} {data} --split tst",
-        "no recordings in split 'tst'; there are train 1, valid 1. Name one",
+        "no recordings in split 'tst'; there are train 1, valid 1: name one",
     ),
     ("eval {run} {data} --missing drop", "--missing drop: expected error or mask"),
     ("predict {run} {other}", "inputs ['x'] asked for, it has ['y']"),
@@ -65,8 +67,8 @@ NEW = [
     ("train {data} --config {yaml}", "cannot be read as TOML", "lr = 0.1"),
     ("train {data} --config {sections}", "unknown key 'training'"),
     ("train {data} --class-weights high:5", "expected none or balanced"),
-    ("train {data} --optimiser adam", "--optimiser: no such option; write --optimizer"),
-    ("train https://host.org/data.csv", "https://host.org/data.csv", "download it"),
+    ("train {data} --optimiser adam", "'--optimiser'. Did you mean '--optimizer'?"),
+    ("train https://host.org/data.csv", "no such file or folder"),
     ("train ''", "DATA : String should have at least 1 character"),
     ("eval {run}/model.safetensors", "no run there", "give the folder"),
     ("export {run}", "--out is missing: The file to write"),
@@ -74,7 +76,7 @@ NEW = [
     ("audit {run} --horizons 50;200", "--horizons 50;200: Input should be a valid integer"),
     ("doctor {data}.py", "no such file. Write throughtime doctor train.py"),
     ("eval {run} {data}x", "data.csvx: no such file or folder"),
-    ("eval {run} --data {data}", "--data: no such option; throughtime eval --help"),
+    ("eval {run} --data {data}", "No such option '--data'; throughtime eval --help"),
     (
         "train {data} --inputs x --targets label --optimizer adam --weight-decay 1",
         "--weight-decay 1.0 belongs to --optimizer adamw",
@@ -83,7 +85,8 @@ NEW = [
     ("train {data} --inputs x --targets label --device meta", "--device meta: cannot be used"),
     ("train {data} --config {truths}", "--lanes True: Input", "--lr False: Input"),
     ("train {data} --config {table}", "--gradient-arg", "Input should be a valid tuple"),
-    ("predict {run} --out p.npy", "those of many recordings as .csv to a folder"),
+    ("predict {run} {many} --out p.npy", "those of many recordings as .csv to a folder"),
+    ("train {data} --gradient-arg a", "--gradient-arg a: expected NAME=VALUE as in TOML"),
     ("doctor --ignore TT000 {script}", "unknown ['TT000']"),
     ("train {data} --ahead 24-1", "--ahead 24-1: Input should be a valid integer"),
 ]
@@ -101,14 +104,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "yaml": ("run.yaml", "lr: 0.1\n"),
         "sections": ("sections.toml", "[training]\nlr = 0.1\n"),
         "truths": ("truths.toml", "lanes = true\nlr = false\nhand_off = true\n"),
-        "table": ("table.toml", "[gradient_args]\ntolerance = 0.1\n"),
+        "table": ("table.toml", "[gradient_arg]\ntolerance = 0.1\n"),
         "script": ("script.py", "pass\n"),
     }
     for name, text in files.values():
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / "many").mkdir()
+    for name in ("a.csv", "b.csv"):
+        (folder / "many" / name).write_text("x\n1\n2\n", encoding="utf-8")
     columns = ("--inputs", "x", "--targets", "label", "--hidden", "4", "--lanes", "1")
     run("train", folder / "data.csv", *columns, "--updates", "2", "--out", folder / "run")
-    return {"run": folder / "run", **{key: folder / name for key, (name, _) in files.items()}}
+    return {
+        "run": folder / "run",
+        "many": folder / "many",
+        **{key: folder / name for key, (name, _) in files.items()},
+    }
 
 
 @pytest.mark.parametrize("case", [*TODAY, *NEW], ids=lambda case: case[0])
@@ -131,7 +141,9 @@ def test_wrong_input_gets_one_line_that_says_what_to_do(
 
 
 def test_the_last_of_two_flags_counts_and_arguments_of_a_policy_add_up(tmp_path: Path) -> None:
-    words = "--lanes x --lanes 0 --inputs a --inputs b, --gradient-arg a --gradient-arg b="
+    words = "--lanes x --lanes 0 --inputs a --inputs b,"
     _, _, complained = ended("train", tmp_path, *words.split())
-    for text in ("--lanes 0:", "--inputs b,:", "--gradient-arg a,b=:"):
-        assert text in complained
+    assert "--lanes 0:" in complained
+    assert "--inputs b,:" in complained
+    _, _, complained = ended("train", tmp_path, "--gradient-arg", "a=1", "--gradient-arg", "b=")
+    assert "--gradient-arg a=1,b=:" in complained

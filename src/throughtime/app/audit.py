@@ -1,14 +1,15 @@
 """The audit of a run: `tt.audit`, `tt.reach` and `tt.settling_time` as it is trained.
 
-They measure with the recordings and lanes of the run, its loss and its class weights. The results
-are kept in a file of the run, and printed as those functions print them.
+They measure with the recordings and lanes of the run, its loss and its class weights, in evaluation
+mode, which draws no masks. The results are kept in a file of the run, and printed as those
+functions print them.
 """
 
 import math
 from dataclasses import dataclass
 
 from throughtime.app.load import Run
-from throughtime.app.model import make_loss, make_stream, without_dropout
+from throughtime.app.model import make_loss, make_stream
 from throughtime.app.settings import AuditOptions
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 
@@ -67,7 +68,6 @@ def audit_run(run: Run, options: AuditOptions) -> AuditReport:
     recordings = run.recordings(split="train")
     stream = make_stream(recordings, spec, config, config.lanes, seed=config.seed)
     loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
-    without_dropout(net)
     anchors = min(64, _PASSES * config.lanes)
     cost = audit(net, stream, loss_fn, horizons=options.horizons or None, steps=steps)
     back = reach(net, stream, loss_fn, max_lag=lag, anchors=anchors, steps=steps)

@@ -13,7 +13,8 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +50,9 @@ _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memo
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
-    _raise_file_limit()
     with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
-
-
-def _raise_file_limit() -> None:
-    """A memory-mapped recording keeps a file open, and the usual soft limit is 1,024 files."""
-    if sys.platform != "win32":
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with suppress(ValueError, OSError):  # a system may refuse its own hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager
@@ -99,19 +89,14 @@ def _in_words(error: Exception) -> str:
 
 def _usage_fault(error: click.UsageError) -> str:
     """What is wrong with the words of a command line, and what to write."""
-    message, context = error.format_message().removesuffix("."), error.ctx
-    if context is None:
-        return message
-    advice = f"{context.command_path} --help lists what it takes, such as --seed 1"
     if isinstance(error, click.NoSuchOption):
-        message = f"{error.option_name}: no such option"
-        flags = [text for p in context.command.params for text in p.opts if text[0] == "-"]
-        name = error.option_name.replace("_", "-").lower()
-        if near := difflib.get_close_matches(name, flags, n=1, cutoff=0.8):
-            advice = f"write {near[0]}"
-        elif name[1] != "-":
-            advice = "flags begin with two dashes, such as --lr 0.01"
-    return f"{message}; {advice}"
+        name, near = error.option_name, error.possibilities or ()
+        near = difflib.get_close_matches(name, near, cutoff=0.8)
+        error = click.NoSuchOption(name, possibilities=near, ctx=error.ctx)
+    message = error.format_message().removesuffix(".")
+    if error.ctx is None:
+        return message
+    return f"{message}; {error.ctx.command_path} --help lists what it takes, such as --seed 1"
 
 
 def _command(
@@ -129,8 +114,7 @@ def _command(
     fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
 
     def run(**values: Any) -> int | None:
-        texts = {k: ",".join(v) or None if isinstance(v, tuple) else v for k, v in values.items()}
-        present = {k: v for k, v in texts.items() if v is not None}
+        present = {k: v for k, v in values.items() if v not in (None, ())}
         return action(kinds[0](**present) if len(kinds) == 1 else present)
 
     about = (f"{ARGUMENTS[key]}: {help_of(fields[key])}" for key in ARGUMENTS if key in fields)
@@ -150,7 +134,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
         help=help_of(about) + f" [default: {about.default}]" * shown,
         is_flag=kind is bool,
         default=None,
-        multiple=name == "gradient_args",  # of others the last one counts
+        multiple=name == "gradient_arg",  # of others the last one counts
         metavar=None if kind is bool else "|".join(choices(kind)) or "VALUE",
     )
 
@@ -164,11 +148,6 @@ def train(values: dict[str, Any]) -> None:
     from throughtime.app.train import Training, started_ranks
 
     if options.resume is None:
-        if options.trust_code:
-            raise ConfigError(
-                "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since"
-                " a file that you name yourself is executed anyway"
-            )
         settings = new_settings(options.config, values)
         start = partial(Training.begin, settings)
     else:
@@ -181,7 +160,7 @@ def train(values: dict[str, Any]) -> None:
                 " train on to another end."
             )
         start = partial(Training.resume, options.resume, trust_code=options.trust_code, **values)
-    _take_threads(settings, settings.lanes)
+    _take_threads(settings)
     with started_ranks(settings) as ranks:
         with out.status("reading recordings"):
             training = start(ranks=ranks)
@@ -190,13 +169,15 @@ def train(values: dict[str, Any]) -> None:
 
 def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
     """The settings of a file with the flags over them."""
+    if file is None:
+        return Config(**flags)
     try:
-        return Config(**({} if file is None else read_toml(file)) | flags)
+        return Config(**read_toml(file) | flags)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}" if file else str(error)) from error
+        raise ConfigError(f"{file}: {error}") from error
 
 
-def _take_threads(settings: Config, lanes: int) -> None:
+def _take_threads(settings: Config) -> None:
     """A single thread for small steps, unless `OMP_NUM_THREADS` says otherwise.
 
     A second one is useless there, and on a busy machine the two wait for each other at every step:
@@ -207,25 +188,18 @@ def _take_threads(settings: Config, lanes: int) -> None:
 
     if "OMP_NUM_THREADS" in os.environ or is_reference(settings.model):
         return
-    if 8 * lanes * settings.hidden**2 < WORTH_THREADS:
+    if 8 * settings.lanes * settings.hidden**2 < WORTH_THREADS:
         torch.set_num_threads(1)
 
 
 def evaluate(options: EvalOptions) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    from throughtime.app.console import out, print_scores
-    from throughtime.app.evaluate import evaluate_run, keep_results
+    from throughtime.app.console import print_scores
 
     trained = _open_run(options)
     if options.missing:
-        trained = trained.changed(missing=options.missing)
-    with out.status("evaluating"):
-        scores = evaluate_run(trained, options.data, options.split)
-    path = trained.files.scores(scores.split)
-    written = keep_results(trained, path, scores)
-    print_scores(scores, path)
-    steps = counted(scores.steps, "step")
-    out.print(f"{steps} scored, by the model of update {scores.update}; {written}")
+        trained = replace(trained, config=trained.config.changed(missing=options.missing))
+    print_scores(trained, options.data, options.split)
 
 
 def predict(options: PredictOptions) -> None:
@@ -250,8 +224,7 @@ def _open_run(options: RunOptions) -> "Run":
     from throughtime.app.load import load_run
 
     run = load_run(options.run, trust_code=options.trust_code)
-    many = isinstance(options, EvalOptions)  # predict and export play one recording at a time
-    _take_threads(run.config, run.config.lanes if many else 1)
+    _take_threads(run.config)
     return run
 
 
@@ -314,29 +287,27 @@ def doctor(options: DoctorOptions) -> int:
     """
     from throughtime.doctor import doctor as open_doctor
 
-    script, ignore = Path(options.script), options.ignore.split(",") if options.ignore else ()
+    script = Path(options.script)
     if not script.is_file():
         raise ConfigError(
             f"{script}: no such file. Write throughtime doctor train.py, with the arguments of"
             " train.py after it"
         )
-    watch, code = open_doctor(ignore=ignore, strict=options.strict), 0
-    before = sys.argv, sys.path[:]
+    watch, code = open_doctor(ignore=options.ignore, strict=options.strict), 0
     sys.argv = [str(script), *click.get_current_context().args]
     sys.path[0] = str(script.resolve().parent)
     try:
         with watch:
             runpy.run_path(str(script.absolute()), run_name="__main__")
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException as error:  # noqa: BLE001 (a script may raise anything)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if not (options.strict and watch.findings):  # the first one stopped it
             traceback.print_exc()
-    finally:
-        sys.argv, sys.path[:] = before
     print(watch, flush=True)
     unknown = watch.internal_error is not None or not watch.coverage.recurrences
     return code or (1 if watch.findings else 2 * unknown)

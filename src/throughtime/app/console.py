@@ -7,10 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
-from throughtime.app.evaluate import validation_scores
+from throughtime.app.evaluate import evaluate_run, keep_results
 from throughtime.app.fit import Row, from_first
-from throughtime.app.load import load_run
-from throughtime.app.scores import Scores
+from throughtime.app.load import Run, load_run
 from throughtime.app.train import Training
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
@@ -51,8 +50,7 @@ def run_training(training: Training) -> None:
             def show(row: Row) -> None:
                 if row["kind"] == "train":
                     status.update(progress_line(row))
-                    due = next(shown) % _EVERY == 0 or row["update"] >= row["updates"]
-                    if due and not out.is_terminal:
+                    if next(shown) % _EVERY == 0 and not out.is_terminal:
                         out.print(progress_line(row))
 
             training.run(show)
@@ -68,20 +66,18 @@ def run_training(training: Training) -> None:
 
 
 def _print_start(training: Training) -> None:
-    dataset, spec = training.dataset, training.spec
+    facts, spec = training.folder.facts, training.spec
     out.print(
-        f"{counted(len(dataset.train), 'recording')},"
-        f" {counted(sum(map(len, dataset.train)), 'step')} to train on, {len(dataset.valid)} held"
-        f" out; {'; '.join(dataset.remarks)}"
+        f"{counted(facts['train'], 'recording')}, {counted(facts['steps'], 'step')} to train on,"
+        f" {facts['valid']} held out; {'; '.join(facts['remarks'])}"
     )
     inputs = ", ".join((*spec.layout.inputs, *spec.layout.static))  # by name: one may be a leak
     kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
     model = spec.model if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
     out.print(
-        f"inputs {inputs}; {kind} {listed(names)}; {model}; {training.config.describe_policy()},"
-        f" about {counted(training.epoch_updates, 'update')} an epoch"
+        f"inputs {inputs}; {kind} {listed(names)}; {model}; {training.config.describe_policy()}"
     )
-    if training.resumed:
+    if training.done.count:
         out.print(f"resumed at update {training.done.count}")
 
 
@@ -96,19 +92,23 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
             f" {folder.path} --updates {2 * done.count}"
         )
     run = load_run(folder.path)
-    for scores in validation_scores(run, folder.read_metrics()):
-        print_scores(scores, folder.metrics)
-    if run.spec.update < done.count:
-        out.print(f"the model is that of update {run.spec.update}, the best on validation")
-    write_report(run)
+    run.net.to(training.config.device)
+    if training.dataset.valid:
+        print_scores(run, split="valid")
+    else:
+        write_report(run)
     out.print(
         f"{counted(done.count, 'update')} in {done.seconds:,.0f} s; model, metrics and"
         f" report.html are in {folder.path}"
     )
 
 
-def print_scores(scores: Scores, path: Path) -> None:
-    """Print the tables of scores, whose file, `path`, has those of each recording."""
+def print_scores(run: Run, data: Path | None = None, split: str | None = None) -> None:
+    """Score a run as `evaluate_run` does, keep the scores, and print them in tables."""
+    with out.status("evaluating"):
+        scores = evaluate_run(run, data, split)
+    path = run.folder / f"scores-{scores.split}.json"
+    written = keep_results(run, path, scores)
     for title, columns, rows in scores.tables():
         heads = (
             Column(name, overflow="fold", justify="right" if i else "left")
@@ -118,3 +118,5 @@ def print_scores(scores: Scores, path: Path) -> None:
         for row in rows:
             table.add_row(*row)
         out.print(table)
+    steps = counted(scores.steps, "step")
+    out.print(f"{steps} scored, by the model of update {scores.update}; {written}")

@@ -9,7 +9,7 @@ Shapes: `T` steps, `D` input features with the static ones, `C` target columns.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from throughtime.stream.recording import (
     read_blocks,
     standardised,
 )
-from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
+from throughtime.stream.rows import ColumnRows, concat_tables
 from throughtime.stream.targets import (
     IGNORE_INDEX,
     ClassRecording,
@@ -64,37 +64,27 @@ _REASONS = {
 _RECORDINGS, _BLOCKS = 8, 16  # read at most to find the task
 
 
-class Rate(NamedTuple):
-    """Rows per second, the file or model that says so, and by how much (relative) it may be off."""
-
-    source: str
-    value: float
-    tolerance: float = _CLOSE
-
-
 class SourceRecording(NamedTuple):
-    """A recording, its split (empty without one), and the rates that its files have."""
+    """A recording, its split (empty without one), and the rows per second that its files have."""
 
     split: str
     recording: TableRecording
-    rates: tuple[Rate, ...]
+    rates: tuple[float, ...]
 
 
-def targets_in(recording: Recording) -> Iterable[Array]:
-    """The targets of the blocks of a recording."""
-    blocks = (steps.targets for _, steps in read_blocks(recording))
-    return (targets for targets in blocks if targets is not None)
+def targets_in(recording: Recording) -> Iterable[Any]:
+    """The targets of the blocks of a recording that has some."""
+    return (steps.targets for _, steps in read_blocks(recording))
 
 
 def layout_of(config: Config) -> Layout:
     """The layout that the settings of a run describe."""
-    names = [one.name for one in fields(Layout) if one.name in Config.model_fields]
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    settings: dict[str, Any] = {k: v for k, v in config if k in Layout.__annotations__}
     return Layout(**settings, rate_set=config.rate is not None)
 
 
-def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
-    """The layout with a task: its own, or else the one that fits the targets.
+def task_of(layout: Layout, entries: Sequence[ManifestEntry]) -> Any:
+    """The task of a layout, or else the one that fits the targets.
 
     Text is classes, and so are at most 20 different whole numbers, in a single column. Several
     columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
@@ -105,21 +95,21 @@ def with_task(layout: Layout, entries: Sequence[ManifestEntry]) -> Layout:
     Cost: the targets of up to 8 recordings, some blocks of each, until one decides.
     """
     if layout.task is not None:
-        return layout
-    names, columns = set[str](), 1
-    first, layout = entries_of(entries, "train")[:_RECORDINGS], replace(layout, task="classify")
-    for source in open_recordings(first, layout):
+        return layout.task
+    names, width = set[str](), 1
+    first = entries_of(entries, "train")[:_RECORDINGS]
+    for source in open_recordings(first, replace(layout, task="classify")):
         for targets in islice(targets_in(source.recording), _BLOCKS):
             names |= {*class_names([targets])}
-            columns = targets[:1].size
+            width = targets[:1].size
             if not all(map(is_number, names)):
-                return layout
+                return "classify"
             if len(names) > _MOST_NUMBERS:
-                return replace(layout, task="regress")
+                return "regress"
     values = {*map(float, names)}
-    if columns > 1:
-        return replace(layout, task="multilabel" if values <= {0.0, 1.0} else "regress")
-    return layout if all(map(float.is_integer, values)) else replace(layout, task="regress")
+    if width > 1:
+        return "multilabel" if values <= {0.0, 1.0} else "regress"
+    return "classify" if all(map(float.is_integer, values)) else "regress"
 
 
 def open_recordings(
@@ -141,19 +131,19 @@ def open_recordings(
         DataError: missing columns, targets of another length, an empty recording, an unreadable
             file, other columns or rates than those of the first recording; all are listed.
     """
-    opened, faults, columns = list[SourceRecording](), list[str](), dict[str, None]()
+    opened, faults, columns = list[SourceRecording](), list[str](), set[str]()
     for entry in entries:
         try:
             tables = [layout.open(path) for path in entry.inputs]
-            columns |= {name: None for table in tables for name in table.columns}
+            columns.update(*(table.columns for table in tables))
             opened.append(open_entry(entry, tables, layout, targets=targets))
         except DataError as error:
             faults.append(str(error))
-    absent = {*layout.exclude} - {*columns}
+    absent = {*layout.exclude} - columns
     if targets and opened and absent:
         faults.append(
             f"--exclude {listed(sorted(absent))}: no recording has it; they have the columns"
-            f" {listed(columns)}{did_you_mean(min(absent), columns)}"
+            f" {listed(sorted(columns))}{did_you_mean(min(absent), columns)}"
         )
     faults += _differences(opened, layout, width)
     if faults:
@@ -165,15 +155,16 @@ def _differences(
     opened: Sequence[SourceRecording], layout: Layout, width: int | None
 ) -> Iterator[str]:
     """How recordings differ from each other, the layout or the width of a model."""
-    rates = [rate for one in opened for rate in one.rates]
-    if layout.rate is not None:
-        rates.insert(0, Rate("what the model was trained on", layout.rate))
-    for rate in [] if layout.rate_set else rates[1:]:
-        first = rates[0]
-        if abs(first.value / rate.value - 1) > max(first.tolerance, rate.tolerance):
+    rates = [(one.recording, rate) for one in opened for rate in one.rates]
+    first, expected = "what the model was trained on", layout.rate or 0.0
+    if rates and not expected:
+        first, expected = f"recording '{rates[0][0].name}'", rates[0][1]
+    for recording, rate in [] if layout.rate_set else rates:
+        tolerance = _CLOSE if recording.times is None else _MEASURED
+        if abs(rate / expected - 1) > tolerance:
             yield (
-                f"{rate.source} has {rate.value:.12g} rows per second, {first.source} has"
-                f" {first.value:.12g}; resample one of them, or train with --rate N if all have the"
+                f"recording '{recording.name}' has {rate:.12g} rows per second, {first} has"
+                f" {expected:.12g}; resample one of them, or train with --rate N if all have the"
                 " same"
             )
     for _, recording, _ in opened:
@@ -207,15 +198,10 @@ def open_entry(
     inputs = layout.input_rows(table, own)
     series = layout.series_rows(table) if targets else None
     recording = lay_out(entry.name, inputs, layout, labels, static=static, series=series)
-    rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
-    stamps = time_rows(table, layout.exclude)
-    if stamps is not None and not rates:
-        rate = rate_of_times(entry.name, stamps.columns[0], stamps)
-        source = f"column '{stamps.columns[0]}' of {table.path}"
-        rates = [] if rate is None else [Rate(source, rate, _MEASURED)]
-    if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
-        rates.append(Rate(str(file.path), file.rate))
-    return SourceRecording(entry.split, recording, tuple(rates))
+    rates = [getattr(one, "rate", None) for one in (*tables, file)]
+    if recording.times is not None and not any(rates):
+        rates = [rate_of_times(entry.name, "time", recording.times)]
+    return SourceRecording(entry.split, recording, tuple(filter(None, rates)))
 
 
 def _labels(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
@@ -264,21 +250,21 @@ def in_splits(
     if any(one.split for one in sources):
         return splits, f"splits as in the data ({_sizes(splits)})"
     train = splits["train"]
+    whole = train[0]
     if holdout == 0:
         return splits, "nothing held out (--holdout 0): the scores are those of the training data"
+    count, remark = 1, f"the last {holdout:.0%} of the recording held out"
     if len(train) > 1:
         count = max(1, round(len(train) * holdout))
         remark = f"{count} of {len(train)} recordings held out, the last by name"
-        return {"train": train[:-count], "valid": train[-count:]}, remark
-    (whole,), cut = train, round(len(train[0]) * (1 - holdout))
-    if not 0 < cut < len(whole):
+    elif 0 < (cut := round(len(whole) * (1 - holdout))) < len(whole):
+        train[:] = Part(whole, 0, cut), Part(whole, cut, len(whole))
+    else:
         raise DataError(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
             f" share of {holdout}; take --holdout 0"
         )
-    parts = {"train": Part(whole, 0, cut), "valid": Part(whole, cut, len(whole))}
-    remark = f"the last {holdout:.0%} of the recording held out"
-    return {name: [part] for name, part in parts.items()}, remark
+    return {"train": train[:-count], "valid": train[-count:]}, remark
 
 
 def _sizes(splits: Mapping[str, Sequence[Recording]]) -> str:
@@ -294,8 +280,8 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
         raise DataError(
-            f"no recordings in split '{name}'; there are {_sizes(splits)}. Name one of them, or"
-            " write the split into the manifest"
+            f"no recordings in split '{name}'; there are {_sizes(splits)}: name one of them with"
+            " --split, give other data, or write the split into the manifest"
         )
     return chosen
 
@@ -350,8 +336,7 @@ class Statistics:
             wrong += int(bad.any(axis=1).sum())
             self.inputs.add(inputs)
             own.add(inputs)
-            if steps.targets is not None:
-                self._add_targets(f"recording '{recording.name}'", start, steps.targets)
+            self._add_targets(f"recording '{recording.name}'", start, steps.targets)
         self.means.append(own.mean)
         self.without_inputs += wrong
         if wrong and self.missing == "error":
@@ -361,7 +346,7 @@ class Statistics:
                 " without inputs: --missing mask"
             )
 
-    def _add_targets(self, name: str, start: int, targets: Array) -> None:
+    def _add_targets(self, name: str, start: int, targets: Any) -> None:
         """Add the targets of a block, which starts at step `start`."""
         if self.task == "classify":
             for value, count in zip(*np.unique(targets, return_counts=True), strict=True):
@@ -413,7 +398,8 @@ def open_dataset(config: Config) -> Dataset:
     """
     data = Path(config.data)
     entries = find_recordings(data, config.static)
-    layout = with_task(layout_of(config), entries)
+    layout = layout_of(config)
+    layout = replace(layout, task=task_of(layout, entries))
     sources = open_recordings(entries_of(entries, "train", "valid"), layout)
     splits, remark = in_splits(sources, config.holdout, config.standardise)
     parts = choose_split(splits, "train"), splits.get("valid", [])
@@ -430,7 +416,7 @@ def open_dataset(config: Config) -> Dataset:
             " columns of the inputs: put the targets into the files of the inputs, or leave"
             " --difference out"
         )
-    first, rates = sources[0].recording, [rate.value for one in sources for rate in one.rates]
+    first, rates = sources[0].recording, [rate for one in sources for rate in one.rates]
     layout = replace(
         layout,
         inputs=first.input_columns,
@@ -507,10 +493,8 @@ def leaks(recording: Recording, layout: Layout, copied: Sequence[str] = ()) -> I
         layout: with the names of its inputs.
         copied: the columns of a targets file.
     """
-    _, steps = next(read_blocks(recording))
-    if steps.targets is None:
-        return
-    x, y = as_columns(steps.inputs).T, as_columns(steps.targets).T
+    inputs, targets, _ = next(read_blocks(recording))[1]
+    x, y = (as_columns(np.asarray(rows)).T for rows in (inputs, targets))
     pairs = zip(layout.inputs, x, strict=False)
     named = {
         "determines a target": [name for name, a in pairs if any(_determines(a, b) for b in y)],
@@ -545,7 +529,6 @@ def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> 
     moments = Moments()
     for recording in recordings:
         for _, steps in read_blocks(recording):
-            if steps.targets is not None:
-                targets = as_columns(steps.targets)
-                moments.add(targets - as_columns(steps.inputs)[:, list(now)] if now else targets)
+            targets = as_columns(np.asarray(steps.targets))
+            moments.add(targets - as_columns(steps.inputs)[:, list(now)] if now else targets)
     return moments

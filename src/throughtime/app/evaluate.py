@@ -1,20 +1,17 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from throughtime.app.fit import ROW_KEYS, Row
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, make_stream
-from throughtime.app.scores import ClassScores, Scores
+from throughtime.app.scores import ClassScores, Scores, by_name
 from throughtime.app.settings import Config
 from throughtime.errors import RunError, one_line
 from throughtime.evaluation import Evaluation, Evaluator
@@ -42,9 +39,7 @@ class BaselineRecording(RecordingView):
     def read(self, start: int, stop: int) -> StepArrays:
         steps = self.whole.read(start, stop)
         count, first = len(steps.inputs), max(0, start - max(map(max, self.lags.values())))
-        rows = self.whole.whole.read(first, start + count).targets
-        if rows is None:
-            return steps
+        rows: Any = self.whole.whole.read(first, start + count).targets
         series = {
             name: later_rows(rows, [start - first - lag for lag in lags], count)
             for name, lags in self.lags.items()
@@ -69,15 +64,14 @@ def evaluate_recordings(
     better (Murphy 1988). `classes` gets all outputs.
     """
     ahead, season = spec.layout.ahead if spec.layout.task == "regress" else (), config.season
-    lags = dict[str, list[int]]()
+    lags = {"persistence": [0] * len(ahead)} if ahead else {}
+    if season and any(n % season for n in ahead):  # else it ends with the present
+        lags["season"] = [-n % season for n in ahead]
     played: list[Any] = recordings
-    if ahead:
-        lags["persistence"] = [0] * len(ahead)
-        if season and any(n % season for n in ahead):  # else it ends with the present
-            lags["season"] = [-n % season for n in ahead]
+    if lags:
         played = [BaselineRecording(one, lags) for one in played]
     stream = make_stream(played, spec, config, min(len(played), _LANES), _CHUNK)
-    errors, count = np.zeros((1 + len(lags), spec.outputs)), 0
+    errors, count = torch.zeros(1 + len(lags), spec.outputs, dtype=torch.double, device="cpu"), 0
     for chunk in stream:
         outputs = evaluator.add(chunk)
         sent = chunk.to(outputs.device)
@@ -89,18 +83,16 @@ def evaluate_recordings(
             values = torch.stack([part.reshape(rows.shape).double() for part in parts])
             kept = values[:, values.isfinite().all(dim=2).all(dim=0)]
             count += kept.shape[1]
-            errors += (kept[1:] - kept[0]).square().sum(dim=1).cpu().numpy()
+            errors += (kept[1:] - kept[0]).square().sum(dim=1).cpu()
     result = evaluator.result(stream)
-    metrics = dict(result.metrics)
-    if count:
-        metrics["compared/steps"] = float(count)
-        means = (errors / count).tolist()
-        for name, row in zip(("model", *lags), means, strict=True):
-            for column, error, own in zip(spec.target_names, row, means[0], strict=True):
-                metrics[f"{name}/rmse[{column}]"] = math.sqrt(error)
-                if name in lags:
-                    metrics[f"{name}/skill[{column}]"] = 1 - own / error if error else math.nan
-    return replace(result, metrics=metrics)
+    if not count:
+        return result
+    own, *others = errors / count
+    columns = {"model/rmse": own.sqrt()}
+    for name, baseline in zip(lags, others, strict=True):
+        columns |= {f"{name}/rmse": baseline.sqrt(), f"{name}/skill": 1 - own / baseline}
+    compared = {"compared/steps": float(count), **by_name(columns, spec.target_names)}
+    return replace(result, metrics={**result.metrics, **compared})
 
 
 def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -> Scores:
@@ -119,26 +111,16 @@ def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -
     metrics, confusion = result.metrics, dict[str, list[int]]()
     if classes is not None:
         metrics = {**metrics, **classes.compute()}
-        confusion = dict(zip(spec.classes, classes.confusion.tolist(), strict=True))
-    where = split, spec.update, str(data or run.config.data)
-    return Scores(*where, result.steps, metrics, result.recordings, confusion)
-
-
-def validation_scores(run: Run, rows: Sequence[Row]) -> list[Scores]:
-    """That validation among the lines of a log which is of the weights of the run, or the last."""
-    valid = [row for row in rows if row["kind"] == "valid"]
-    chosen = [row for row in valid if row["update"] == run.spec.update] or valid
-    return [
-        Scores(
-            "valid",
-            row["update"],
-            run.config.data,
-            row["steps"],
-            {name: value for name, value in row.items() if name not in ROW_KEYS},
-            row["recordings"],
-        )
-        for row in chosen[-1:]
-    ]
+        confusion = dict(zip(spec.classes, classes.total.confusion.tolist(), strict=True))
+    return Scores(
+        split,
+        spec.update,
+        str(data or run.config.data),
+        result.steps,
+        metrics,
+        result.recordings,
+        confusion,
+    )
 
 
 def read_results(path: Path, kind: type[T], command: str) -> T:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from throughtime.app.optimizer import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
 from throughtime.carry.carried import Carried
 from throughtime.distributed import RankError, Ranks, ranks_of
@@ -39,6 +38,7 @@ from throughtime.errors import (
 from throughtime.evaluation import Evaluation, evaluate
 from throughtime.files import write_atomically
 from throughtime.gradient import (
+    Exact,
     LossFn,
     Policy,
     Update,
@@ -56,10 +56,8 @@ T = TypeVar("T")
 Row: TypeAlias = Mapping[str, Any]
 """A line of the log: `kind` ("data", "train" or "valid"), `update`, and numbers by name."""
 Validation: TypeAlias = Stream | Recordings | Callable[[], Evaluation]
-ROW_KEYS = {"kind", "update", "loss", "steps", "recordings", "seconds", "frames"}
-"""What a line of a validation holds besides the metrics."""
+_STEPS = 100  # of an update, where neither data nor policy say
 _LOG_LINES = 200  # of a run
-_FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
 
 
@@ -175,8 +173,7 @@ def fit(
             second one ends at once.
 
     Cost: that of `tt.updates` and `tt.evaluate`; with `keep="best"` a copy of the weights, and
-    two in a checkpoint. A checkpoint is written after a second, then ever more rarely, at last
-    every 30 seconds.
+    two in a checkpoint, which is written every 30 seconds.
 
     Example:
         >>> import torch, throughtime as tt
@@ -225,7 +222,8 @@ def fit(
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
     # by epochs an estimate: the order moves their end
     total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
-    parts = _parts_of(optimizer, schedule, loss_fn)
+    folder = out if isinstance(out, RunFolder | None) else RunFolder(Path(out))
+    parts = _parts_of(optimizer, schedule, loss_fn) | dict(folder.parts if folder else {})
     if valid is None or callable(valid):
         validate = cast("Callable[[], Evaluation] | None", valid)
     else:
@@ -245,13 +243,25 @@ def fit(
         patience,
         keep == "best",
         logger,
-        out if isinstance(out, RunFolder | None) else RunFolder(Path(out)),
+        folder,
         total,
         ranks,
         parts,
         Fit(end=(updates, epochs)),
     )
     return training.run()
+
+
+def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int) -> int:
+    """The number of updates in an epoch; an estimate if the data or the policy decide."""
+    if isinstance(policy, Exact) and policy.cut_every is None:
+        if stream.lanes * ranks == 1:
+            return len(stream.recordings)
+        return max(1, round(stream.steps / stream.steps_to_common_reset()))
+    names = ("cut_every", "stride", "mean_horizon", "min")
+    steps = (getattr(policy, name, None) for name in names)
+    stride = next((n for n in steps if isinstance(n, int) and n > 0), _STEPS)
+    return math.ceil(stream.steps / stride)
 
 
 def _parts_of(optimizer: Optimizer, schedule: LRScheduler | None, loss: object) -> dict[str, str]:
@@ -334,15 +344,8 @@ class _Training:
         return impatient or self.done.is_over(self.stream.epoch)
 
     def _wishes(self, since: float) -> list[bool]:
-        """Whether to stop, as any rank was told to, and whether a checkpoint is due.
-
-        Checkpoints are half as long apart as the run so far, up to the setting: a kill soon after
-        the start loses a second, or a third of the run.
-        """
-        due = False
-        if self.folder is not None and self.ranks.rank == 0:
-            own = max(_FIRST_SAVE, (time.monotonic() - self.started) / 2)
-            due = since >= min(self.folder.checkpoint_every, own)
+        """Whether to stop, and whether to save, as any rank was told to or finds it due."""
+        due = self.folder is not None and since >= self.folder.checkpoint_every
         wishes = [math.isfinite(self.stopped), due]
         return wishes if self.ranks.count == 1 else [*map(bool, self.ranks.total(wishes))]
 
@@ -491,12 +494,13 @@ class _Training:
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
                 f" own share of the recordings, not of {count}: start as many by torchrun"
             )
-        for name in before.keys() & self.parts.keys():  # another torch may have other settings
-            if before[name] != self.parts[name]:
-                raise RunError(
-                    f"the folder holds a training whose {name} is {before[name]}, and it is"
-                    f" {self.parts[name]} now: give the same one, or another out="
-                )
+        # another torch may have other settings
+        if changed := sorted(k for k, v in before.items() if self.parts.get(k, v) != v):
+            values = (f"{name} was {before[name]} and is {self.parts[name]}" for name in changed)
+            raise RunError(
+                f"{folder.path}: has changed since the checkpoint: {'; '.join(values)}; put it back"
+                " as it was, or begin another run in another folder"
+            )
         position, module = saved["ranks"][self.ranks.rank], self.net.module
         self.stream.load_state_dict(position["stream"])  # before all that other data change
         check_layout(saved["net"], module.state_dict())
@@ -506,7 +510,7 @@ class _Training:
         if self.schedule is not None:
             self.schedule.load_state_dict(saved["schedule"])
         end, self.done = self.done.end, Fit(**saved["done"])
-        if end != self.done.end or folder.patient:
+        if end != self.done.end:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
         self.loss = saved["loss"].to(self.ranks.device)

@@ -1,10 +1,9 @@
 """Data sets in splits, and finished runs, as the command line reads them, for Python."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from throughtime.app.data import (
     as_played,
@@ -13,13 +12,12 @@ from throughtime.app.data import (
     in_splits,
     open_recordings,
     targets_in,
-    with_task,
+    task_of,
 )
 from throughtime.app.model import ModelSpec, load_model
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config
 from throughtime.carry.carried import Carried
-from throughtime.errors import DataError
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
@@ -97,7 +95,6 @@ def recordings(
         >>> splits["train"][0].read(0, 3).targets.tolist()
         [0, 1, 0]
     """
-    path = _as_path(data)
     layout = Layout(
         inputs=names_of(inputs),
         targets=names_of(targets),
@@ -112,28 +109,14 @@ def recordings(
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
-    entries = find_recordings(path, layout.static)
-    layout = with_task(layout, entries)
+    entries = find_recordings(Path(data), layout.static)
+    layout = replace(layout, task=task_of(layout, entries))
     splits, _ = in_splits(open_recordings(entries, layout), holdout)
     train = splits.get("train", []) if layout.classify else []
     classes = class_names(targets for recording in train for targets in targets_in(recording))
     played = Splits({name: as_played(part, layout, classes) for name, part in splits.items()})
     played.classes = classes
     return played
-
-
-def _as_path(data: Any) -> Path:
-    """The path of recordings.
-
-    Raises:
-        DataError: it is none, but a frame.
-    """
-    if not isinstance(data, str | os.PathLike):
-        raise DataError(
-            f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
-            " frame or arrays are one recording each: tt.recording(frame, inputs=['u'])"
-        )
-    return Path(data)
 
 
 @dataclass(frozen=True)
@@ -157,10 +140,6 @@ class Run:
     def files(self) -> RunFolder:
         """The files of the run."""
         return RunFolder(self.folder)
-
-    def changed(self, **settings: Any) -> "Run":
-        """The run with other settings."""
-        return replace(self, config=self.config.changed(**settings))
 
     @property
     def layout(self) -> Layout:
@@ -197,36 +176,17 @@ class Run:
     ) -> tuple[str, list[Recording]]:
         """The name of the split, and its recordings, as `recordings`."""
         spec, holdout = self.spec, self.config.holdout
-        path = _as_path(self.config.data if data is None else data)
-        entries = find_recordings(path, spec.layout.static)
+        path = self.config.data if data is None else data
+        entries = find_recordings(Path(path), spec.layout.static)
         named = {entry.split for entry in entries}
         default = "valid" if data is None else "all"
         chosen = split or next((name for name in ("test", "valid") if name in named), default)
         own = entries if chosen == "all" else entries_of(entries, chosen)
         sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
         splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout, spec.standardise)
-        if split is None and data is None and {*splits} == {"train"}:
-            raise DataError(
-                "nothing of the data was held out from training: give other data, or write --split"
-                " train to take those of the training"
-            )
         recordings = choose_split(splits, chosen)
         played = as_played(recordings, spec.layout, spec.classes) if targets else recordings
         return chosen, played
-
-    def recording(self, path: str | Path) -> Recording:
-        """The inputs of one recording, to predict; a frame is `tt.recording(frame, inputs=...)`.
-
-        Args:
-            path: of a file, or of a manifest with the recording and its static features.
-
-        Raises:
-            DataError: a column is missing, the rate differs, or there are several recordings.
-        """
-        played = self.recordings(path, "all", targets=False)
-        if len(played) > 1:
-            raise DataError(f"{path}: holds {len(played)} recordings; Run.recordings returns all")
-        return played[0]
 
 
 def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
@@ -238,7 +198,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
             trained with it; read it before.
 
     Returns:
-        The run: `run.net` is carried and in evaluation mode, `run.recording(path)` lays out a file
+        The run: `run.net` is carried and in evaluation mode, `run.recordings(path)` lays out files
         as in training.
 
     Raises:
@@ -255,9 +215,10 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         >>> config = Config(**paths, targets=("y",), **options)
         >>> Training.begin(config).run()
         >>> run = tt.load_run(folder / "run")
-        >>> run.layout.inputs, run.classes
+        >>> run.spec.layout.inputs, run.classes
         (('u',), ('0', '1'))
-        >>> tt.predict(run.net, run.recording(folder / "a.csv"))[0].shape
+        >>> [recording] = run.recordings(folder / "a.csv", targets=False)
+        >>> tt.predict(run.net, recording)[0].shape
         torch.Size([400, 2])
         >>> tt.Predictor(run.net).step(np.array([[0.1]])).shape  # live, one step at a time
         torch.Size([1, 2])

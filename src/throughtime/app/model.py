@@ -20,14 +20,13 @@ from throughtime.app.scores import MultiLabel
 from throughtime.app.settings import Config
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.carry.carried import Carried, carry, running
-from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed, one_line
+from throughtime.errors import ConfigError, RunError, ThroughtimeError, listed, one_line
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
 
-MODEL_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a user's module
 _LAYERS = {"lstm": LSTM, "gru": GRU, "rnn": RNN}
 
 
@@ -44,7 +43,6 @@ class ModelSpec:
         outputs: classes, or target columns.
         classes: their names; empty for labels and numbers.
         dtype: of weights and inputs.
-        dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
         weights: of the classes in the loss; empty if all are 1.
         difference: of each output, the input that it is a change of; empty for values.
@@ -60,7 +58,6 @@ class ModelSpec:
     outputs: int
     classes: tuple[str, ...]
     dtype: Literal["float32", "float64"]
-    dropout: float = 0.0
     sha256: str = ""
     weights: tuple[float, ...] = ()
     difference: tuple[int, ...] = ()
@@ -68,12 +65,11 @@ class ModelSpec:
     update: int = 0
 
     @classmethod
-    def from_data(cls, config: Config, dataset: Dataset) -> "ModelSpec":
+    def from_data(cls, config: Config, dataset: Dataset, own: ClassReference | None) -> "ModelSpec":
         """The model that the settings describe, in the shape of the data."""
         classes, layout, counts = dataset.classes, dataset.layout, dataset.statistics.classes
         columns = len(dataset.statistics.targets.mean) * max(1, len(layout.ahead))
         balanced = classes if config.class_weights == "balanced" else ()
-        own = own_class(config)
         return cls(
             layout,
             config.model if own is None else own.short,
@@ -83,7 +79,6 @@ class ModelSpec:
             len(classes) or columns,
             classes,
             config.dtype,
-            config.dropout,
             "" if own is None else own.sha256(),
             tuple(counts.total() / (len(classes) * counts[name]) for name in balanced),
             _present_columns(layout) if config.difference else (),
@@ -156,18 +151,16 @@ def build_model(
         ConfigError: the module cannot be made with these sizes.
     """
     if own is not None:
-        sizes = (spec.features, spec.outputs, spec.hidden, spec.layers, spec.dropout)
-        offered = dict[str, Any](zip(MODEL_ARGUMENTS, sizes, strict=True))
-        inner: list[tuple[str, nn.Module]] = [
-            ("recurrent", own.make(nn.Module, offered, needed)),
-        ]
+        offered = {
+            "inputs": spec.features,
+            "outputs": spec.outputs,
+            "hidden": spec.hidden,
+            "layers": spec.layers,
+        }
+        inner: dict[str, nn.Module] = {"recurrent": own.make(nn.Module, offered, needed)}
     else:
-        between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
-        layer = _LAYERS[spec.model]
-        recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
-        dropout = [("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []
-        readout = nn.Linear(spec.hidden, spec.outputs)
-        inner = [("recurrent", recurrent), *dropout, ("readout", readout)]
+        recurrent = _LAYERS[spec.model](spec.features, spec.hidden, spec.layers)
+        inner = {"recurrent": recurrent, "readout": nn.Linear(spec.hidden, spec.outputs)}
     _, first, steps = spec.standardise.partition("first:")
     if first:
         standardise: nn.Module = Standardise(spec.features, steps=int(steps))
@@ -175,8 +168,9 @@ def build_model(
         standardise = Affine(spec.features, inverse=False)
     else:
         standardise = WholeRecording() if spec.standardise == "recording" else nn.Identity()
-    units = [("units", Affine(spec.outputs, inverse=True))] if spec.layout.task == "regress" else []
-    net = nn.Sequential(OrderedDict([("standardise", standardise), *inner, *units]))
+    if spec.layout.task == "regress":
+        inner["units"] = Affine(spec.outputs, inverse=True)
+    net = nn.Sequential(OrderedDict(standardise=standardise, **inner))
     whole = Difference(net, columns=spec.difference) if spec.difference else net
     return carry(whole).to(spec.torch_dtype)
 
@@ -200,10 +194,7 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     """
     x = example_inputs(net, spec)[:5, None]
     x = x.to(next(net.parameters(), x))
-    try:
-        net.prepare(x)
-    except ModelError as error:
-        raise ModelError(f"the state of {spec.model} cannot be carried: {error}") from error
+    net.prepare(x)
     with running(net):
         y, _ = net(x, net.initial_state(1, like=x))
     if y.shape != (5, 1, spec.outputs):
@@ -212,15 +203,6 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
             f" (5, 1, {spec.outputs}): a number for each class or target. Take the argument"
             " `outputs` in its constructor, and end with nn.Linear(hidden, outputs)"
         )
-
-
-def without_dropout(net: nn.Module) -> None:
-    """Switch dropout off for good: what is measured as in training draws no masks."""
-    for part in net.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        elif isinstance(part, nn.RNNBase):
-            part.dropout = 0.0
 
 
 def set_statistics(net: Carried, statistics: Statistics) -> None:
@@ -320,7 +302,7 @@ def make_stream(
 
 
 def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelSpec]:
-    """The net and its description from the model file of a run.
+    """The net, in evaluation mode, and its description from the model file of a run.
 
     Args:
         path: of the file.
@@ -347,4 +329,4 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
     net.module.load_state_dict(tensors)
     if own is not None:
         prepare_own(net, spec)
-    return net, spec
+    return net.eval(), spec

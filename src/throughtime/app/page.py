@@ -27,7 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from throughtime.app.audit import AuditReport
-from throughtime.app.evaluate import read_results, validation_scores
+from throughtime.app.evaluate import read_results
 from throughtime.app.fit import Row
 from throughtime.app.load import Run
 from throughtime.app.scores import Scores
@@ -55,7 +55,7 @@ def write_report(run: Run) -> Path:
     """
     folder = run.files
     rows = folder.read_metrics()
-    if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
+    if not {"data", "train"} <= {row["kind"] for row in rows}:
         raise RunError(
             f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
             " written"
@@ -72,7 +72,9 @@ def write_report(run: Run) -> Path:
         rows=rows,
         weights=sum(weight.numel() for weight in run.net.parameters()),
         recording=_longest(run),
-        scores=_scores(run, rows),
+        scores=[
+            read_results(path, Scores, "eval") for path in sorted(run.folder.glob("scores-*.json"))
+        ],
         learning=_learning(rows),
         audit=audit,
         counted=counted,
@@ -98,12 +100,7 @@ def _longest(run: Run) -> dict[str, Any]:
         return {"error": str(error)}
     figures, steps = list[tuple[str, str]](), np.arange(len(errors))
     for name, span in ((whole.name, slice(0, len(errors))), *_worst(errors)):
-        mean = np.nan_to_num(errors[span]).sum() / max(1, np.isfinite(errors[span]).sum())
-        regress = run.spec.layout.task == "regress"
-        error = f"RMSE {mean**0.5:.4g}" if regress else f"{mean:.1%} of labels wrong"
-        text = (
-            f"{name}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions; {error}"
-        )
+        text = f"{name}, steps {span.start:,} to {span.stop:,}: inputs, targets, predictions"
         shown = {
             title: {line: ("-", steps[span], y[span]) for line, y in lines.items()}
             for title, lines in panels.items()
@@ -120,16 +117,13 @@ def play(run: Run, recording: Recording) -> tuple[dict[str, dict[str, Array]], A
     spec, steps = run.spec, recording.read(0, len(recording))
     outputs, _ = predict(run.net, recording, dtype=spec.torch_dtype, missing=run.config.missing)
     values, inputs = spec.probabilities(outputs).double().cpu().numpy(), as_columns(steps.inputs)
-    true = np.full(len(recording), np.nan)
-    if steps.targets is not None:
-        true = as_columns(steps.targets)[:, 0]
-        true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
+    true = as_columns(np.asarray(steps.targets))[:, 0]
+    true[~np.isfinite(inputs).all(axis=1) | ((true < 0) & bool(spec.classes))] = np.nan
     name, columns = spec.target_names[0], spec.layout.inputs[:_INPUTS]
     panels = {column: {column: x} for column, x in zip(columns, inputs.T, strict=False)}
     if not spec.classes:
         panels[f"{name}: predicted"] = {"target": true, "predicted": values[:, 0]}
-        answers = values[:, 0].round() if spec.is_multilabel else values[:, 0]
-        return panels, np.square(answers - true)
+        return panels, np.square(values[:, 0] - true)
     shown = {spec.classes[i]: i for i in np.sort(np.argsort(-values.mean(axis=0))[:_CLASSES])}
     panels[f"label: {name}"] = {key: np.where(true == i, i, np.nan) for key, i in shown.items()}
     panels["predicted probability"] = {key: values[:, i] for key, i in shown.items()}
@@ -144,14 +138,6 @@ def _worst(errors: Array) -> list[tuple[str, slice]]:
         return []
     start = int(np.argmax(sums[length:] - sums[:-length]))
     return [("Its worst stretch", slice(start, start + length))]
-
-
-def _scores(run: Run, rows: Sequence[Row]) -> dict[str, Scores]:
-    """The last validation of the model, and every split that `eval` has scored."""
-    every = validation_scores(run, rows)
-    for path in sorted(run.folder.glob("scores-*.json")):
-        every.append(read_results(path, Scores, "eval"))
-    return {scores.split: scores for scores in every}
 
 
 def _learning(rows: Sequence[Row]) -> str:
@@ -193,9 +179,7 @@ def chart(panels: Mapping[str, Lines], alt: str, xlabel: str, width: int = 400) 
         every: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False).ravel()
         for axes, (title, lines) in zip(every, panels.items(), strict=True):
             for name, (marks, x, y) in lines.items():
-                values = np.array(y, dtype=np.float64)
-                values[~(np.abs(values) < 1e300)] = np.nan  # a gap: no axis can show it
-                axes.plot(x, values, marks, label=printable(name))
+                axes.plot(x, y, marks, label=printable(name))
             axes.set_title(printable(title))
             axes.xaxis.set_major_formatter("{x:,g}")
             if len(lines) > 1:

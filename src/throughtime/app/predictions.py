@@ -6,6 +6,7 @@ outputs of one recording.
 Shapes: `T` steps, `n` of some, `C` classes or output columns.
 """
 
+import codecs
 import csv
 import json
 import re
@@ -27,8 +28,8 @@ from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
 from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
-from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import as_columns, read_blocks, step_times
+from throughtime.stream.manifest import find_recordings
+from throughtime.stream.recording import as_columns, step_times
 
 LISTING = "predictions.json"
 _CHUNK = 8192  # steps
@@ -50,8 +51,8 @@ def plain_text(text: str) -> str:
 def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]]:
     """Write the predictions of each recording to a file.
 
-    Those of a single file to one file, of others to a folder with files named after them; at an
-    error the files before it are whole.
+    Those of a single recording to one file, of others to a folder with files named after them; at
+    an error the files before it are whole.
 
     Args:
         run: its model and settings.
@@ -65,8 +66,8 @@ def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]
         RunError, DataError: a recording failed.
         ConfigError: a file would replace one of the recordings, or stands for several.
     """
-    data, split = options.data, options.split
-    many = split is not None or data is None or is_folder(data) or is_manifest(data)
+    recordings = run.recordings(options.data, options.split, targets=False)
+    many = len(recordings) > 1
     out = options.out or Path("predictions" if many else "predictions.csv")
     suffix = "" if out.is_dir() else out.suffix.lower()
     if suffix and (many or suffix not in {".npy", ".csv"}):
@@ -74,16 +75,15 @@ def predict_run(run: Run, options: PredictOptions) -> list[tuple[Path, int, int]
             f"--out {out}: predictions are written as .npy or .csv, those of many recordings as"
             " .csv to a folder"
         )
-    recordings = run.recordings(data, split, targets=False)
     names = file_names([recording.name for recording in recordings])
     paths = [out] if suffix else [out / f"{name}.csv" for name in names]
-    entries = list[ManifestEntry]()
-    for path in {data or run.config.data, run.config.data}:
+    sources = set[Path | None]()
+    for data in filter(None, (options.data, run.config.data)):
         with suppress(DataError):  # what the run was trained on may be gone
-            entries += find_recordings(Path(path), run.spec.layout.static)
-    sources = (source for entry in entries for source in (*entry.inputs, entry.targets) if source)
-    kept = {source.resolve() for source in sources}
-    if lost := [path for path in paths if path.resolve() in kept]:
+            for entry in find_recordings(Path(data), run.spec.layout.static):
+                sources |= {*entry.inputs, entry.targets}
+    kept = {source.resolve() for source in sources if source}
+    if lost := kept.intersection(path.resolve() for path in paths):
         raise ConfigError(f"{listed(lost)} is a recording itself; choose another --out")
     if not suffix:  # by it readers of a folder of recordings know this one
         write_atomically(out / LISTING, json.dumps([path.name for path in paths]).encode())
@@ -101,9 +101,8 @@ def _values(spec: ModelSpec, recording: Recording, outputs: Tensor) -> Array:
     """Probabilities, or numbers, `(T, C)`; NaN where a step was left out."""
     values = spec.probabilities(outputs).cpu().numpy()
     if spec.difference:  # where the present value is missing, a change from it says nothing
-        for start, steps in read_blocks(recording):
-            present = as_columns(steps.inputs)[:, list(spec.difference)]
-            values[start : start + len(present)][~np.isfinite(present)] = np.nan
+        present = as_columns(recording.read(0, len(recording)).inputs)[:, list(spec.difference)]
+        values[~np.isfinite(present)] = np.nan
     return values
 
 
@@ -116,12 +115,11 @@ def _write(spec: ModelSpec, recording: Recording, values: Array, out: Path) -> N
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.part{out.suffix}")
     try:
-        if out.suffix.lower() == ".npy":
-            with named_errors(out), temporary.open("wb") as file:
+        with named_errors(out), temporary.open("wb") as file:
+            if out.suffix.lower() == ".npy":
                 np.save(file, values)
-        else:
-            with named_errors(out), temporary.open("w", encoding="utf-8", newline="") as text:
-                rows = csv.writer(text)
+            else:
+                rows = csv.writer(codecs.getwriter("utf-8")(file))
                 for start in range(0, len(values), _CHUNK):
                     columns = _columns(spec, recording, start, values[start : start + _CHUNK])
                     if start == 0:
@@ -140,7 +138,7 @@ def _columns(
     columns: dict[str, Sequence[Any]] = {"step": steps}
     times = step_times(recording, start, steps.stop)
     if times is not None:
-        columns["time"] = time_texts(times.astype("M8[ns]"))
+        columns["time"] = time_texts(times)
     if spec.classes:
         names = [*map(plain_text, spec.classes), ""]  # none where a step was left out
         chosen = np.where(np.isnan(values).any(axis=1), -1, values.argmax(axis=1))
@@ -161,13 +159,12 @@ def file_names(names: Sequence[str]) -> list[str]:
         >>> file_names(["a/1.csv", "../x", "r.csv[80:100]"])
         ['a/1', '-/x', 'r.csv-80-100']
     """
-    files = dict[str, str]()  # by what a system takes for the same name
+    files = list[str]()
     for name in names:
         path = Path(name)
         stem = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
         parts = (_UNSAFE.sub("-", part)[:_LONGEST].strip(" .-") or "-" for part in stem.parts)
-        file = "/".join(parts)
-        if file.casefold() in files:
-            raise ConfigError(f"two recordings would be written to {file}; rename one: {name}")
-        files[file.casefold()] = file
-    return [*files.values()]
+        files.append("/".join(parts))
+    if len({file.casefold() for file in files}) < len(files):
+        raise ConfigError(f"two of these would be written to one file; rename one: {listed(names)}")
+    return files

@@ -9,7 +9,6 @@ file is replaced as a whole.
 
 import json
 import os
-import re
 import warnings
 import zlib
 from collections.abc import Collection, Generator, Mapping
@@ -24,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, tr
 from throughtime import tensor_files
 from throughtime.app.settings import CODE, Config, read_toml
 from throughtime.app.user_class import kept_class
-from throughtime.distributed import differing_keys
 from throughtime.errors import ConfigError, RunError, join_faults, listed
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
@@ -35,9 +33,7 @@ _CHECKPOINT = "throughtime.checkpoint/1"
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
-_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
-_SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
 class RunFolder:
@@ -57,9 +53,8 @@ class RunFolder:
         audit: the results of `audit`.
         facts: the first line of the log.
         description: plain values that the model file holds beside the weights.
-        kept: further values of a checkpoint.
+        parts: what a training must go on with, besides that of `tt.fit`, in words by name.
         checkpoint_every: seconds between two checkpoints.
-        patient: whether a run goes on though its patience has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +67,8 @@ class RunFolder:
         self.audit = path / "audit.json"
         self.facts: Mapping[str, Any] = {}
         self.description: Mapping[str, Any] = {}
-        self.kept: Mapping[str, Any] = {}
+        self.parts: Mapping[str, str] = {}
         self.checkpoint_every = 30.0
-        self.patient = False
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -110,19 +104,17 @@ class RunFolder:
         """Refuse a folder in which a new run cannot start; a start that failed is replaced.
 
         Raises:
-            RunError: it is a file, or holds a run, or other files than a start without a checkpoint
+            RunError: it holds a run, or other files than a start without a checkpoint
                 leaves, which begins with the log.
         """
-        if self.path.is_file():
-            raise RunError(f"{self.path}: is a file; choose another --out")
         left = (self.config.name, self.metrics.name, ".py", ".tmp") if self.metrics.exists() else ()
         every = (path.name for path in self.path.glob("[!.]*"))
         if others := sorted(name for name in every if not name.endswith(left)):
             raise RunError(
-                f"{self.path}: holds a run already, or other files ({listed(others)}); if it is"
-                f" a run, continue it with --resume {self.path}, or choose another --out"
+                f"{self.path}: holds a run already, or other files ({listed(others)}); continue a"
+                f" run with --resume {self.path}, or choose another --out"
             )
-        self._lines()  # raises if the log is of another origin
+        self.read_metrics()  # raises if the log is of another origin
 
     def create(self, config: Config) -> None:
         """Create the folder, with the resolved settings and the user's files that they name.
@@ -148,33 +140,13 @@ class RunFolder:
             trust_code: whether this process may execute the copies.
 
         Raises:
-            RunError: a copy is missing, or is not the file that the run was started with.
+            RunError: a copy is missing, or lies outside of the folder.
         """
-        code = [named for named in config.code() if named.setting in names]
-        saved = self.read_checkpoint() if code else None
-        hashes = {} if saved is None else saved["code"]
-        for named in code:
-            own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
-            config = config.changed(**{own.setting: str(own)})
+        for named in config.code():
+            if named.setting in names:
+                own = kept_class(self.path, named, trust_code=trust_code)
+                config = config.changed(**{own.setting: str(own)})
         return config
-
-    def check_settings(self, config: Config, saved: Mapping[str, Any]) -> None:
-        """Refuse settings that are not those of the checkpoint, besides its paths and its end.
-
-        Raises:
-            RunError: names the settings, with both values.
-        """
-        now, before = plain_settings(config), saved["settings"]
-        if changed := [name for name in differing_keys(before, now) if name not in _FREE]:
-            values = (f"{name} {before.get(name)} to {now.get(name)}" for name in changed)
-            raise RunError(
-                f"{self.config}: has changed since the checkpoint: {', '.join(values)}; put the"
-                " values back, or begin a new run with --config and another --out"
-            )
-
-    def scores(self, split: str) -> Path:
-        """The scores that `eval` wrote for a split."""
-        return self.path / f"scores-{split}.json"
 
     def read_config(self) -> Config:
         """The settings of the run.
@@ -201,7 +173,7 @@ class RunFolder:
         if not (os.path.lexists(self.checkpoint) or os.path.lexists(self.model)):
             return None
         content = load_checkpoint(self.checkpoint)
-        if not {"done", *self.kept} <= content.keys():
+        if "done" not in content:
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
@@ -213,7 +185,7 @@ class RunFolder:
         """
         if self.metrics.exists():
             sync(self.metrics)
-        checkpoint = checkpoint_bytes({**self.kept, **content})
+        checkpoint = checkpoint_bytes(content)
         write_together({self.checkpoint: checkpoint, self.model: model})
 
     def model_bytes(self, weights: Mapping[str, Tensor], update: int) -> bytearray:
@@ -232,25 +204,16 @@ class RunFolder:
         Raises:
             RunError: a line that `throughtime train` did not write.
         """
-        return [json.loads(line) for line in self._lines()]
-
-    def _lines(self) -> list[bytes]:
-        """The lines in JSON without their checksums, which are right."""
-        try:
-            lines = self.metrics.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        contents = list[bytes]()
-        for number, line in enumerate(lines, start=1):
-            match = _SEALED.fullmatch(line)
-            content = b"" if match is None else match[1] + b"}"
-            if match is not None and _checksum(content) == match[2]:
-                contents.append(content)
-            elif number < len(lines) or _SEALED.fullmatch(line[:-1]):  # or its end is damaged
-                raise RunError(
-                    f"{self.metrics}: line {number} is damaged (its checksum differs); {_LOG}"
-                )
-        return contents
+        lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+        rows = [_row_of(line) for line in lines]
+        if lines and rows[-1] is None and _row_of(lines[-1][:-1]) is None:  # else its end is wrong
+            del rows[-1]
+        if None in rows:
+            raise RunError(
+                f"{self.metrics}: line {rows.index(None) + 1} is damaged (its checksum differs);"
+                f" {_LOG}"
+            )
+        return [row for row in rows if row]
 
     def truncate_metrics(self, count: int) -> int:
         """Drop the lines written after the checkpoint from which the run resumes.
@@ -266,33 +229,35 @@ class RunFolder:
         """
         if not self.metrics.exists():
             return 0
-        lines = self._lines()
-        if len(lines) < count:
+        rows = self.read_metrics()
+        if len(rows) < count:
             raise RunError(
-                f"{self.metrics}: has {len(lines)} complete lines, and the checkpoint was written"
+                f"{self.metrics}: has {len(rows)} complete lines, and the checkpoint was written"
                 f" after {count}; {_LOG}"
             )
-        write_atomically(self.metrics, b"".join(map(_sealed, lines[:count])))
+        write_atomically(self.metrics, b"".join(map(_line_of, rows[:count])))
         return count
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a line to the log."""
         with named_errors(self.metrics), self.metrics.open("ab") as file:
-            file.write(_sealed(json.dumps(row).encode()))
+            file.write(_line_of(row))
 
 
-def _checksum(content: bytes) -> bytes:
-    return f"{zlib.crc32(content):08x}".encode()
+def _line_of(row: Mapping[str, Any]) -> bytes:
+    """A line of the log, with a checksum as its last entry."""
+    checksum = f"{zlib.crc32(json.dumps(row).encode()):08x}"
+    return json.dumps({**row, "crc32": checksum}).encode() + b"\n"
 
 
-def _sealed(content: bytes) -> bytes:
-    """The line of a JSON object, with a checksum as its last entry."""
-    return content[:-1] + b', "crc32": "' + _checksum(content) + b'"}\n'
-
-
-def plain_settings(config: Config) -> dict[str, str]:
-    """The settings as a checkpoint keeps them, in JSON."""
-    return {name: json.dumps(value) for name, value in config.kept().settings().items()}
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """The entries of a line, or `None` if it is not as `_line_of` wrote it."""
+    try:
+        row = json.loads(line)
+        del row["crc32"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return row if _line_of(row) == line + b"\n" else None
 
 
 def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tensor]]:

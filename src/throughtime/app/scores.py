@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from throughtime.errors import DataError, counted
-from throughtime.metrics import Metrics
+from throughtime.metrics import Classification, Metrics
 
 _MOST_ROWS = 12  # recordings, or classes of a confusion, in a table
 _BINS, _LARGEST = 4096, 30.0  # of log-odds: 0.015 apart, which no ranking of a recording notices
@@ -43,7 +43,7 @@ class MultiLabel:
 
     def __init__(self, labels: Sequence[str]) -> None:
         self.names = labels
-        self.counts = torch.zeros(len(self.names), 4, dtype=torch.long, device="cpu")
+        self.counts = torch.zeros(len(labels), 4, dtype=torch.long, device="cpu")
 
     def new(self) -> "MultiLabel":
         """An empty one with the same labels."""
@@ -57,19 +57,22 @@ class MultiLabel:
         cases = 2 * true.long() + (outputs > 0)
         self.counts += one_hot(cases.cpu(), 4).sum(dim=0)
 
-    def merge(self, other: "MultiLabel") -> None:
-        """Add the counts of another, as of another rank."""
-        self.counts += other.counts
-
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1", and "accuracy[NAME]" and "f1[NAME]" of each label."""
         neither, false, missed, hits = self.counts.double().T
         accuracy = (neither + hits) / self.counts.sum(dim=1)
         f1 = 2 * hits / (2 * hits + false + missed)
-        metrics: Metrics = {"accuracy": accuracy.nanmean().item(), "macro_f1": f1.nanmean().item()}
-        for name, *values in zip(self.names, accuracy.tolist(), f1.tolist(), strict=True):
-            metrics[f"accuracy[{name}]"], metrics[f"f1[{name}]"] = values
-        return metrics
+        means = {"accuracy": accuracy.nanmean().item(), "macro_f1": f1.nanmean().item()}
+        return means | by_name({"accuracy": accuracy, "f1": f1}, self.names)
+
+
+def by_name(columns: Mapping[str, Tensor], names: Sequence[str]) -> Metrics:
+    """The numbers of each column `(C,)` by its key and their names: `recall[beat]`."""
+    return {
+        f"{key}[{name}]": value
+        for key, values in columns.items()
+        for name, value in zip(names, values.tolist(), strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,11 @@ class Scores:
         )
         if named:
             kinds = [*next(iter(named.values()))]
-            heads = ["name", *(kind.replace("/", " ") for kind in kinds)]
             advice = (
                 "; a skill below 0: try --difference, by which the net learns the change from now"
             )
             advice *= any("/skill[" in k and value < 0 for k, value in self.metrics.items())
-            yield f"each class or target by itself{advice}", heads, _texts(named, kinds)
+            yield f"each class or target by itself{advice}", ["name", *kinds], _texts(named, kinds)
         if 0 < len(self.confusion) <= _MOST_ROWS:
             yield (
                 "steps of each true class, a row, by the class that is predicted, a column",
@@ -143,29 +145,27 @@ class ClassScores:
         names: of the classes.
 
     Attributes:
-        confusion: `(C, C)`, how often class i, the row, was predicted as class j.
+        total: has the confusion.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, count = names, len(names)
-        self.confusion = torch.zeros(count, count, dtype=torch.long, device="cpu")
-        self._ranked = torch.zeros(2, count, _BINS, dtype=torch.long, device="cpu")
+        self.total = Classification(names)
+        # steps of other classes and of the class, by the class and the odds of it
+        self._ranked = torch.zeros(2, len(names), _BINS, dtype=torch.long, device="cpu")
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs `(N, C)`, logits, and classes `(N,)`."""
-        count, true = len(self._names), targets.long().flatten().cpu()
-        shares = outputs.detach().double().cpu().softmax(dim=1)
-        odds = shares.logit().clamp(-_LARGEST, _LARGEST)
+        self.total.update(outputs, targets)
+        count = outputs.shape[1]
+        odds = outputs.detach().double().cpu().softmax(dim=1).logit().clamp(-_LARGEST, _LARGEST)
         bins = ((odds + _LARGEST) * ((_BINS - 1) / (2 * _LARGEST))).round().long()
-        each = torch.arange(count, device="cpu")
-        rows = ((true[:, None] == each) * count + each) * _BINS + bins  # of others, of the class
-        pairs = true * count + shares.argmax(dim=1)
-        for total, index in ((self.confusion, pairs), (self._ranked, rows.flatten())):
-            total.add_(torch.bincount(index, minlength=total.numel()).view_as(total))
+        true = one_hot(targets.long().flatten().cpu(), count)
+        places = true, torch.arange(count, device="cpu"), bins
+        self._ranked.index_put_(places, torch.ones_like(bins), accumulate=True)
 
     def compute(self) -> Metrics:
-        """The values "steps[NAME]", "precision[NAME]" and so on; NaN where undefined."""
-        confusion = self.confusion.double()
+        """The values "precision[NAME]", "steps[NAME]" and so on; NaN where undefined."""
+        confusion = self.total.confusion.double()
         right, true, named = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
         others, own = self._ranked.double().flip(2)  # by falling odds
         false_hits, hits = others.cumsum(1), own.cumsum(1)
@@ -176,11 +176,7 @@ class ClassScores:
             "auprc": (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
             "steps": true,
         }
-        return {
-            f"{key}[{name}]": value
-            for key, values in columns.items()
-            for name, value in zip(self._names, values.tolist(), strict=True)
-        }
+        return by_name(columns, self.total.names)
 
 
 def number_text(value: float) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -35,7 +34,6 @@ CODE = ("model", "gradient", "loss", "optimizer")
 """The settings that may name a class in a user's file."""
 SHORT = ("stride", "horizon", "cut_every")
 """The settings that are arguments of a gradient policy."""
-_FLAGS = {"gradient_args": "--gradient-arg"}
 _Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
 
 
@@ -99,7 +97,7 @@ def help_of(field: Any) -> str:
 
 def flag(name: str) -> str:
     """The flag, or the argument, of a setting."""
-    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    return ARGUMENTS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def written(name: str, value: Any) -> str:
@@ -134,25 +132,22 @@ def _steps(value: Any) -> Any:
 
 
 def named_arguments(entries: Iterable[str]) -> dict[str, Any]:
-    """The arguments in texts NAME=VALUE, each value a number, true, false or else a text.
+    """The arguments in texts NAME=VALUE, each a line of TOML.
 
     Raises:
-        ValueError: an entry of another form.
+        ValueError: an entry of another form, or a name that is given twice.
 
     Example:
-        >>> named_arguments(["min=20", "tolerance=0.1", "jitter=False", "name=auto"])
+        >>> named_arguments(["min=20", "tolerance=0.1", "jitter=false", "name='auto'"])
         {'min': 20, 'tolerance': 0.1, 'jitter': False, 'name': 'auto'}
     """
-    arguments = dict[str, Any]()
-    for entry in entries:
-        name, _, text = (part.strip() for part in entry.partition("="))
-        if not name or not text:
-            raise ValueError("expected NAME=VALUE, such as tolerance=0.1")
-        try:
-            arguments[name] = json.loads({"True": "true", "False": "false"}.get(text, text))
-        except ValueError:
-            arguments[name] = text
-    return arguments
+    try:
+        return tomllib.loads("\n".join(entries))
+    except ValueError as error:
+        raise ValueError(
+            f"{written('gradient_arg', entries)}: expected NAME=VALUE as in TOML, such as"
+            f" tolerance=0.1, and text in quotes ({error})"
+        ) from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -168,11 +163,6 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"cannot be read as TOML ({error}); name a file with lines such as lr = 0.1, and text"
             " in quotes"
         ) from error
-
-
-def _check_arguments(entries: tuple[str, ...]) -> tuple[str, ...]:
-    named_arguments(entries)
-    return entries
 
 
 LIST = BeforeValidator(_items)
@@ -230,7 +220,7 @@ class Config(Settings):
     manifest names splits."""
     model: Literal["lstm", "gru", "rnn"] | ClassFile = "lstm"
     """The recurrent layer; or your own module as FILE.py:Class, made with those of inputs, outputs,
-    hidden, layers and dropout that it takes."""
+    hidden and layers that it takes."""
     difference: bool = False
     """With --ahead: outputs are changes of input columns from now, which the net adds to them; the
     loss is in units of the change."""
@@ -238,14 +228,11 @@ class Config(Settings):
     """Width of the recurrent layers."""
     layers: PositiveInt = 1
     """Number of recurrent layers."""
-    dropout: Share = 0.0
-    """Share of the outputs of every recurrent layer that training replaces by 0. An update is then
-    several calls instead of one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of inputs and weights."""
     gradient: Literal["truncated", "exact", "adaptive", "randomized"] | ClassFile = "truncated"
     """How credit flows back; or your own policy as FILE.py:Class."""
-    gradient_args: Annotated[tuple[str, ...], LIST, AfterValidator(_check_arguments)] = ()
+    gradient_arg: Annotated[tuple[str, ...], LIST] = ()
     """An argument of the gradient policy, NAME=VALUE; repeat for more."""
     stride: PositiveInt | None = None
     """Steps between two updates (k1). Default: 100 for truncated."""
@@ -297,7 +284,7 @@ class Config(Settings):
     out: str = ""
     """The run folder. Default: runs/NAME-OF-DATA."""
     checkpoint_every: PositiveFloat = 30.0
-    """Seconds between two checkpoints; the first ones come sooner."""
+    """Seconds between two checkpoints."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -314,7 +301,7 @@ class Config(Settings):
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in SHORT}
         present = {name: value for name, value in short.items() if value is not None}
-        named = named_arguments(self.gradient_args)
+        named = named_arguments(self.gradient_arg)
         if again := present.keys() & named.keys():
             raise ValueError(f"{flag(min(again))} is given again by --gradient-arg: leave one out")
         return present | named
@@ -358,7 +345,6 @@ class Config(Settings):
             " their units: take --standardise split or first:400": (
                 self.difference and self.standardise == "recording"
             ),
-            f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
             "--class-weights belongs to classes: leave it out, or write --task classify": (
                 self.task not in {None, "classify"} and self.class_weights != "none"
             ),
@@ -459,7 +445,7 @@ class DoctorOptions(Settings):
 
     script: str
     """The script to run; what follows it are its own arguments."""
-    ignore: str | None = None
+    ignore: Columns = ()
     """Codes that are not reported, separated by commas, such as TT201,TT207."""
     strict: bool = False
     """Stop at the first finding."""

@@ -1,9 +1,21 @@
 """Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment.
 
+The learning rate, along a schedule:
+
+    constant:  lr
+    cosine:    lr * (1 + cos(pi * s)) / 2     s: the share of the run that is done, of its updates,
+               or, in one by epochs, of its steps
+    plateau:   lr / 2^m           m: how often two validations in a row have brought no better score
+
 torchrun starts the ranks of a run. All of them do the same; only the first writes and prints. A
 rank that fails prints why and ends, and torchrun ends the others.
+
+References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
+(2017), for the cosine; no restarts here. Decoupled weight decay regularization, ICLR (2019).
 """
 
+import inspect
+import math
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.data import open_dataset, target_moments
 from throughtime.app.evaluate import evaluate_recordings
@@ -28,18 +43,35 @@ from throughtime.app.model import (
     prepare_own,
     set_statistics,
 )
-from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule, updates_per_epoch
-from throughtime.app.run_folder import RunFolder, plain_settings
+from throughtime.app.run_folder import RunFolder
 from throughtime.app.settings import Config
-from throughtime.app.user_class import remember
-from throughtime.distributed import Ranks, differing_keys
-from throughtime.errors import ConfigError, DataError
+from throughtime.app.user_class import ClassReference, remember
+from throughtime.distributed import Ranks
+from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
-from throughtime.gradient import seed_generators
+from throughtime.gradient import (
+    Adaptive,
+    Exact,
+    Policy,
+    Randomized,
+    Truncated,
+    seed_generators,
+)
+from throughtime.optim import SGD, Adam, AdamW
+from throughtime.stream import Stream
 
 _ALONE = Ranks(0, 1, torch.device("cpu"))
-_SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
+_POLICIES = {
+    "truncated": Truncated,
+    "exact": Exact,
+    "adaptive": Adaptive,
+    "randomized": Randomized,
+}
+_RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+_PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
+_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every"}  # may change
+_SIZES = ("hidden", "layers")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
     " recordings held out choose the best)"
@@ -97,7 +129,7 @@ class Training:
         dataset, own = open_dataset(config), own_class(config)
         config = config.changed(task=dataset.layout.task)
         self.config, self.folder, self.ranks = config, folder, ranks
-        self.spec = spec = ModelSpec.from_data(config, dataset)
+        self.spec = spec = ModelSpec.from_data(config, dataset, own)
         seed_generators(config.seed, torch.device(config.device))
         defaults = Config.model_fields
         changed = [name for name in _SIZES if getattr(config, name) != defaults[name].default]
@@ -109,24 +141,21 @@ class Training:
         self.net.to(config.device)
         if own is not None:
             prepare_own(self.net, spec)
-        how = {"seed": config.seed, "hand_off": config.hand_off}
-        self.stream = make_stream(dataset.train, spec, config, config.lanes // ranks.count, **how)
+        lanes, how = config.lanes // ranks.count, {"seed": config.seed, "hand_off": config.hand_off}
+        self.stream = make_stream(dataset.train, spec, config, lanes, **how)
         self.policy = make_policy(config)
-        self.epoch_updates = updates_per_epoch(self.policy, self.stream, ranks.count)
-        total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
         self.loss_fn = make_loss(spec, self.net, config.loss)
-        self.schedule = make_schedule(self.optimizer, config, self.stream, total)
+        self.schedule = make_schedule(self.optimizer, config, self.stream)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if not self.validates and (config.patience or config.schedule == "plateau"):
             raise ConfigError(
-                "--patience and --schedule plateau count validations during training, and there"
-                " are none: hold recordings out (--holdout, or a split valid), with --valid-every"
-                " above 0"
+                "--patience and --schedule plateau count validations during training: hold"
+                " recordings out (--holdout, or a split valid), with --valid-every above 0"
             )
         if config.keep == "best" and not self.validates:
             dataset = replace(dataset, remarks=(*dataset.remarks, NOT_VALIDATED))
-        self.dataset, self.resumed, self.done = dataset, False, Fit()
+        self.dataset, self.done = dataset, Fit()
         folder.facts = {
             "train": len(dataset.train),
             "valid": len(dataset.valid),
@@ -135,11 +164,9 @@ class Training:
         }
         folder.description = asdict(spec)
         folder.checkpoint_every = config.checkpoint_every
-        folder.kept = {
-            "spec": folder.description,
-            "settings": plain_settings(config),
-            "code": {named.setting: named.sha256() for named in config.code()},
-        }
+        values = dict(config.kept()) | asdict(spec.layout)  # its columns are those of the data
+        values |= {f"code of {named.setting}": named.sha256() for named in config.code()}
+        folder.parts = {name: repr(values[name]) for name in values.keys() - _FREE}
 
     @classmethod
     def begin(cls, config: Config, ranks: Ranks = _ALONE) -> "Training":
@@ -177,27 +204,15 @@ class Training:
                 has as many already stays as it is, its settings too.
 
         Raises:
-            RunError: the folder holds no run, or one of other settings, or code that is not
-                trusted.
-            DataError: what is wrong with the data; `run` refuses other recordings.
+            RunError: the folder holds no run, or code that is not trusted.
+            DataError: what is wrong with the data; `run` refuses other recordings and settings.
         """
         folder = RunFolder(path)
-        config, saved = folder.read_config(), folder.read_checkpoint()
-        if saved is not None:
-            folder.check_settings(config, saved)
-        own = folder.with_own_code(config, trust_code=trust_code)
+        own = folder.with_own_code(folder.read_config(), trust_code=trust_code)
         if end:
             own = own.changed(**{"updates": None, "epochs": None, **end})
         training = cls(own, folder, ranks)
-        training.resumed, folder.patient = True, bool(end)
-        if saved is not None:
-            now, before = folder.description["layout"], saved["spec"]["layout"]
-            if changed := differing_keys(before, now):
-                faults = (f"{k} were {before.get(k)!r} and are now {now[k]!r}" for k in changed)
-                raise DataError(
-                    f"the data of {path} have changed since the run was started:"
-                    f" {'; '.join(faults)}"
-                )
+        if (saved := folder.read_checkpoint()) is not None:
             training.done = Fit(**saved["done"])
         return training
 
@@ -262,3 +277,80 @@ def _trusted(config: Config) -> Config:
                 " both; rename one"
             )
     return config
+
+
+def make_policy(config: Config) -> Policy:
+    """The policy that the settings describe.
+
+    Raises:
+        ConfigError: no such class, or arguments that it does not take; its own are listed.
+    """
+    name, arguments = config.gradient, config.policy_arguments()
+    kind: Any = _POLICIES.get(name) or ClassReference.parse("gradient", name).load()
+    if not hasattr(kind, "plan") and not hasattr(kind, "update"):
+        raise ConfigError(
+            f"--gradient {name}: its class {kind.__name__} has neither a method plan nor"
+            " update; docs/how-to/extending.md shows a policy"
+        )
+    try:
+        return kind(**arguments)
+    except ThroughtimeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--gradient {name} with {arguments}: {error}. It takes {inspect.signature(kind)};"
+            " write --stride 100, or --gradient-arg NAME=VALUE"
+        ) from error
+
+
+def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
+    """The optimizer that the settings name, which clips by the global norm.
+
+    Matrices decay. Biases, gains of norms and other vectors do not: zero is no better for them.
+
+    Raises:
+        ConfigError: a net without weights, or a class of the user's that is no optimizer.
+    """
+    every = [
+        {"params": [p for p in net.parameters() if p.dim() > 1]},
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in every if group["params"]]
+    if not groups:
+        raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
+    options = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer in _RULES:
+        return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
+    if not config.weight_decay:
+        del options["weight_decay"]  # a rule of one's own has its own default
+    own = ClassReference.parse("optimizer", config.optimizer)
+    optimizer = own.make(Optimizer, {"params": groups, **options}, options)
+
+    def clip(*_: object) -> None:
+        clip_grad_norm_(net.parameters(), config.max_norm)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, config: Config, stream: Stream) -> LRScheduler:
+    """The schedule of torch that the settings describe.
+
+    `step()` belongs after each update; that of a plateau after each validation, with a loss.
+
+    Args:
+        optimizer: of the run.
+        config: its settings.
+        stream: which knows how far a run by epochs has come: its updates are only estimated.
+    """
+    if config.schedule == "plateau":
+        rule: dict[str, Any] = {"factor": 0.5, "patience": _PATIENCE - 1, "threshold": 0, "eps": 0}
+        return ReduceLROnPlateau(optimizer, **rule)
+
+    def factor(done: int) -> float:
+        epoch = stream.epoch + stream.position / stream.steps
+        share = done / config.updates if config.updates else epoch / (config.epochs or 1)
+        cosine = (1 + math.cos(math.pi * min(1.0, share))) / 2
+        return cosine if config.schedule == "cosine" else 1.0
+
+    return LambdaLR(optimizer, factor)

@@ -11,14 +11,13 @@ each such file. So a run folder from elsewhere executes nothing by itself.
 
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import StringConstraints
 
@@ -92,7 +91,7 @@ class ClassReference:
         result = getattr(self._module(self._read()), self.name, None)
         if not inspect.isclass(result):
             raise ConfigError(f"{self.written}: {self.path.name} defines no class {self.name}")
-        return cast("type[Any]", result)
+        return result
 
     @property
     def written(self) -> str:
@@ -142,14 +141,13 @@ class ClassReference:
             raise ConfigError(f"{self.written}: no such file {self.path}") from error
 
     def _module(self, content: bytes) -> Any:
-        digest = hashlib.sha256(content)
-        if not is_trusted(digest.hexdigest()):
+        sha256 = hashlib.sha256(content).hexdigest()
+        if not is_trusted(sha256):
             raise RunError(
                 f"{self.path}: its class {self.name} is code that you have not trained with; read"
                 " the file, then write --trust-code (in Python trust_code=True) to execute it"
             )
-        digest.update(str(self.path).encode())
-        name = f"{OWN_CODE}{self.path.stem}_{digest.hexdigest()[:16]}"
+        name = OWN_CODE + sha256
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)
@@ -169,9 +167,7 @@ class ClassReference:
 
 def trust_list() -> Path:
     """The file of the SHA-256 of all code that this user has trained with, one on a line."""
-    windows = os.environ.get("APPDATA", "AppData/Roaming")
-    systems = {"darwin": "Library/Application Support", "win32": windows}
-    return user_folder("config", systems) / "trusted-code"
+    return user_folder("config", {}) / "trusted-code"
 
 
 def is_trusted(sha256: str) -> bool:
@@ -200,29 +196,25 @@ def is_reference(text: str) -> bool:
 
 
 def kept_class(
-    folder: Path, named: ClassReference, sha256: str | None, *, trust_code: bool
+    folder: Path, named: ClassReference, sha256: str | None = None, *, trust_code: bool
 ) -> ClassReference:
     """The class in the copy of its file that a run keeps.
 
     Args:
         folder: of the run.
         named: the file and the class, as the run names them.
-        sha256: of the file that the run was started with; `None` if it has no checkpoint yet.
+        sha256: of the file that the run was started with; `None` if something else compares it.
         trust_code: let this process execute the file.
 
     Raises:
         RunError: the run names a file outside its folder, or the copy is missing or another file.
     """
     kept = replace(named, path=(folder / named.path).resolve())
-    if str(named.path) != named.path.name or kept.path.parent != folder.resolve():
+    inside = kept.path.is_file() and kept.path.parent == folder.resolve()
+    if not inside or sha256 not in {None, kept.sha256()}:
         raise RunError(
-            f"{folder}: {named.written} is outside this run folder, whose own copies alone are"
-            f" executed; put the file into the folder, and name it {named.short}"
-        )
-    if not kept.path.is_file() or sha256 not in {None, kept.sha256()}:
-        raise RunError(
-            f"{kept.path}: the code of the {named.setting} is missing or has been changed; put back"
-            f" the file that the run was started with (SHA-256 {sha256 or 'not recorded'})"
+            f"{kept.path}: the code of the {named.setting} is missing or has been changed, or lies"
+            " outside this run folder; put back the file that the run was started with"
         )
     if trust_code:
         kept.trust()
