@@ -7,6 +7,7 @@ takes the state that was carried, and the state that its last call returns is ca
 Shapes: `T` steps, `B` lanes.
 """
 
+import dis
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,25 @@ def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in inspect.signature(method).parameters.values() if p.kind not in variable]
+
+
+def returned_names(method: Any) -> list[str]:
+    """The local names at the end of what a method returns last: `[y, h, c]` of `y, (h, c)`."""
+    names: list[str] = []
+    for step in reversed([*dis.get_instructions(getattr(inspect.unwrap(method), "__code__", ""))]):
+        if step.opname.startswith("LOAD_FAST"):
+            names = [*([step.argval] if isinstance(step.argval, str) else step.argval), *names]
+        elif names or step.opname not in ("RETURN_VALUE", "BUILD_TUPLE"):
+            break
+    return names
+
+
+def reaches(first: Tensor, second: Tensor) -> bool:
+    """Whether a tensor was computed from another one."""
+    if first is second or not (first.requires_grad and second.requires_grad):
+        return first is second
+    (grad,) = torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
+    return grad is not None
 
 
 def is_turned(parameters: list[inspect.Parameter]) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
+from throughtime.carry._calls import LEARNED, OWN, STATE, ZEROS, Adapter
 from throughtime.carry._inside import attributes, get_attributes
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
@@ -416,14 +416,15 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
 def _own_difference(runs: Runs, x: Tensor) -> float:
     """The difference from the author's own call without a state, if that is possible."""
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, *ZEROS) and not c.attributes:
+    if c.start not in (None, OWN, *ZEROS, *LEARNED) and not c.attributes:
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-    for start in (None, c.start) if c.start in ZEROS else (c.start,):
+    starts = (None,) * (c.start in (*ZEROS, *LEARNED)) + (c.start,) * (c.start not in LEARNED)
+    for start in starts:
         with suppress(Exception):  # it needs a state
             calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
     if not calls:
-        return 0.0
+        return math.inf if c.start in LEARNED else 0.0
     y, end = runs(x)
     try:
         rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
@@ -439,11 +440,13 @@ def _last_difference(runs: Runs, x: Any) -> float:
     c = runs.adapter.convention
     if c.unit != "last" or c.context or c.call:
         return 0.0
-    y, (z, _) = item_at(runs.own(x, c.start, "chunk")[0], c.outputs[0].path), runs(x)
+    (result, own), (z, end) = runs.own(x, c.start, "chunk"), runs(x)
+    y = item_at(result, c.outputs[0].path)
     # all outputs, or the last
     fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
     fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-    return _difference(runs, y, min(fits, key=partial(difference, y), default=z))
+    z = min(fits, key=partial(difference, y), default=z)
+    return _difference(runs, (y, c.lanes.lanes_first(own)), (z, end))
 
 
 def _difference(runs: Runs, y: State, z: State) -> float:

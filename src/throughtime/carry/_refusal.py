@@ -5,23 +5,29 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 
+from throughtime import state as trees
 from throughtime.carry._calls import Convention, layer_zeros
-from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
+from throughtime.carry._inside import (
+    RECURRENT,
+    is_turned,
+    names_state,
+    parameters_of,
+    returned_names,
+)
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import ModelError, ThroughtimeError
+from throughtime.state import State
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
-ZEROS = "zeros(x.shape[:-1])"
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 OVER_TIME = ("causal", "lanes", "whole", "long", "last")
 CAUSES = {  # parts that usually break a law over time
@@ -76,14 +82,14 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     nearest = max(search.failures, key=lambda f: f.stage, default=Failure(0, search.base))
     law = nearest.law
     text = broken(module, law, nearest.convention) if law else _uncallable(search, nearest.error)
-    line, start = "", _start(search, nearest)
-    if law is not None and law.name in ("random", "start"):
-        line = f"\nWrite: tt.carry(module, {start})"
-    elif law is None or law.name == "memory":
-        line = (
-            f"\nWrite: tt.carry(module, call=lambda m, x, state: {_call(search)}, {start}), where"
-            " call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
-        ) * (not search.base.call)
+    line, context = "", 0 if search.base.context or search.base.call else reach_of(module)
+    if context and search.again(context) is not None:
+        line = f"context={context}"
+    elif law is not None and law.name in ("random", "start"):
+        state = nearest.convention.lanes.to_module(nearest.convention.lanes.fill(None, MARK, None))
+        line = _start(state, "torch.full({}, VALUE)" if law.name == "start" else "torch.zeros{}")
+    elif not search.base.call and (law is None or law.name == "memory"):
+        line = _line(search)
     late = (
         f" The search ended after {PATIENCE:.0f} s of processor time, before all ways were tried."
         " With OMP_NUM_THREADS=1 it may take less."
@@ -92,6 +98,9 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
         late += (
             " A layer here returns its outputs only: drop a module that picks them out of a tuple."
         )
+    line = f"\nWrite: tt.carry(module, {line})" * bool(line)
+    if "call=" in line:
+        line += ", where call returns (outputs, next state) for a step (B, ...) or a chunk"
     return ModelError(f"{name} {text}{late}{line}")
 
 
@@ -120,27 +129,17 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
 
 def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
-    module, base, past = search.module, search.base, reach_of(search.module)
-    if not has_forward(module) and not base.call:
+    if not has_forward(search.module) and not search.base.call:
         return "has no forward, so the call must be written."
     text = str(error).split("\n")[0]
     if not isinstance(error, ThroughtimeError):
         text = f"the call that came furthest failed: {type(error).__name__}: {text}"
-    if past and not base.context:
-        text += (
-            ". If it convolves over time, a chunk needs the steps before it, the sum of"
-            f" (kernel_size - 1) * dilation: write tt.carry(module, context={past})"
-        )
-    if base.inputs:
+    if search.base.inputs:
         text += ". inputs= returns what the module takes: x.transpose(0, 1) for (B, T, ...)"
-    elif not base.call:
-        required = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
-        others = ["x[..., N:]" for name in required if not names_state(name)] or ["x[..., N:]"]
-        if "len" in str(required):
-            others = ["torch.full((x.shape[1],), len(x))"]
+    elif not search.base.call:
         text += (
-            f". Several inputs: tt.carry(module, inputs=lambda x: ({', '.join(['x', *others])})),"
-            " those in a dict: inputs=lambda x: {'name': x[..., :N]}"
+            ". Several inputs: tt.carry(module, inputs=lambda x: (x[..., :N], x[..., N:])), those"
+            " in a dict: inputs=lambda x: {'name': x[..., :N]}"
         )
     return f"cannot be carried: {text}."
 
@@ -150,57 +149,66 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (None, nn.Module.forward)
 
 
-def _call(search: Search) -> str:
-    """A call of a method that takes a state, or of forward."""
+def _line(search: Search) -> str:
+    """The keywords to write: inputs, or a call and a start; none where no argument is a state."""
     module, kind = search.module, type(search.module)
     own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
     own = [n for n in own if n not in (*search.own_methods, "forward")]
     steps = [n for n in own if "step" in n or not has_forward(module)]
-    name = f"m.{steps[0]}" if steps else "m"
-    parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
-    if len(parameters) < 2:
-        return "(y, state)"
+    method = getattr(module, [*steps, "forward"][0])
+    parameters = parameters_of(method)
     turned = is_turned(parameters)
-    first = parameters.pop(int(turned))
-    states = [p.name for p in parameters if names_state(p.name) and p.default in (None, p.empty)]
-    states = states or [parameters[0].name]
-    # a mark of restarts is a constant: a carried net is restarted by resets
-    passed = {
-        p.name: f"x.new_{'ones(*x.shape[:-1], 1)' if GOES_ON.search(p.name) else ZEROS}"
-        for p in parameters
-        if p.default is p.empty
-    }
-    passed |= {p.name: "True" for p in parameters if p.default is False and ASKS.search(p.name)}
-    passed |= {n: f"state[{i}]" if states[1:] else "state" for i, n in enumerate(states)}
-    rest = [f"{n}={value}" for n, value in passed.items()]
-    line = f"{name}({', '.join([f'{first.name}=x' if turned else 'x', *rest])})"
-    return line + "[::-1]" * turned if len(states) == 1 else f"(lambda y, *s: (y, s))(*{line})"
+    first, *others = [parameters.pop(int(turned)), *parameters] if parameters[1:] else parameters
+    known = {p.name: value for p in others if (value := _constant(p))}
+    states = [p.name for p in others if names_state(p.name) and p.default in (None, p.empty)]
+    data = [p.name for p in others if p.default is p.empty and p.name not in (*known, *states)]
+    if not states and steps:
+        states = data[:1]
+        del data[:1]
+    x = "x[..., :N]" if data else "x"
+    known |= dict.fromkeys(data, "x[..., N:]")
+    if "len" in str([*known]) or (data and [p.name for p in others[: len(data)]] == data):
+        items = [known.get(p.name) for p in others]
+        return f"inputs=lambda x: ({', '.join([x, *filter(None, items)])})"
+    if not states:
+        return ""
+    known |= {n: f"state[{i}]" if states[1:] else "state" for i, n in enumerate(states)}
+    rest = [f"{n}={value}" for n, value in known.items()]
+    name = f"m.{steps[0]}" if steps else "m"
+    call = f"{name}({', '.join([f'{first.name}={x}' if turned else x, *rest])})"
+    if states[1:]:
+        names = [n for n in returned_names(method) if n in states]
+        names = names if {*names} == {*states} else states
+        call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
+    start = f"start=lambda m, lanes: ({', '.join(['torch.zeros(lanes, N)'] * len(states))})"
+    layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
+    if search.own_methods:
+        maker = search.own_methods[0]
+        lanes = "lanes" * any(p.default is p.empty for p in parameters_of(getattr(module, maker)))
+        start = f"start=lambda m, lanes: m.{maker}({lanes})"
+    elif len(layers) == 1:
+        state = layer_zeros(module, MARK)
+        if "ones" in str(known):  # such a mask is multiplied with it
+            state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
+        if len(states) in (1, len(trees.tensors(state))):
+            start = _start(state)
+    return f"call=lambda m, x, state: {call}, {start}"
 
 
-def _start(search: Search, failure: Failure) -> str:
-    """A start from a method, tensors of the module that have the sizes of the state, or zeros."""
-    module, (_, c, law, _) = search.module, failure
-    if search.own_methods and law is None:
-        return f"start=lambda m, lanes: m.{search.own_methods[0]}(lanes)"
-    states = [layer_zeros(m, MARK) for m in module.modules() if isinstance(m, RECURRENT)]
-    state, names = states[0] if len(states) == 1 else tuple(states), dict[int, list[str]]()
-    if c.lanes.dims and law is not None:
-        state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
-        for n, t in (*module.named_parameters(), *module.named_buffers()):
-            if names_state(n) or re.search("0$|init|start", n):
-                names.setdefault(t.numel() * MARK, []).append(n)
-    elif any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
-        # such a mask is multiplied with it
-        state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
+def _constant(p: inspect.Parameter) -> str:
+    """The value of a parameter that is none of the stream: a net is restarted by resets."""
+    if p.default is False and ASKS.search(p.name):
+        return "True"
+    if p.default is not p.empty or names_state(p.name):
+        return ""
+    if "len" in p.name:
+        return "torch.full((x.shape[1],), len(x))"
+    return "x.new_ones(*x.shape[:-1], 1)" * bool(GOES_ON.search(p.name))
 
-    def text(leaf: Tensor) -> Any:
-        if own := names.get(leaf.numel()):
-            return _Code(f"m.{own.pop(0)}")
-        is_tried = law is not None and law.name == "start"
-        shape = tuple(leaf.shape)
-        return _Code(f"torch.full({shape}, VALUE)" if is_tried else f"torch.zeros{shape}")
 
-    shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
+def _start(state: State, text: str = "torch.zeros{}") -> str:
+    """A start with the sizes of a state of `MARK` lanes, each tensor as a text for its shape."""
+    shown = tree_map(lambda leaf: _Code(text.format(tuple(leaf.shape))), state)
     return f"start=lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 

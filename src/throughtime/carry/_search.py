@@ -20,7 +20,16 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, UNITS, ZEROS, Convention, ModuleAdapter, layer_zeros
+from throughtime.carry._calls import (
+    LEARNED,
+    OWN,
+    UNITS,
+    ZEROS,
+    Convention,
+    ModuleAdapter,
+    layer_zeros,
+    learned_start,
+)
 from throughtime.carry._inside import (
     Key,
     attributes,
@@ -28,6 +37,8 @@ from throughtime.carry._inside import (
     layers_over_time,
     names_state,
     parameters_of,
+    reaches,
+    returned_names,
 )
 from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
 from throughtime.carry._layout import (
@@ -68,7 +79,9 @@ NEAR = ("value", "credit", "long", "random")  # the way is right, the module is 
 # Seconds of processor time after which a search ends, and says that it goes on.
 PATIENCE, REPORT = 10.0, 2.0
 # methods that say the start
-STARTS = re.compile(r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")
+STARTS = re.compile(
+    r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty|creat|new|default)"
+)
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
@@ -186,6 +199,13 @@ class Search:
                 snapshot.restore()
         return None
 
+    def again(self, context: int) -> Convention | None:
+        """The first convention with a context, in the time that is left."""
+        base = replace(self.base, context=context)
+        other = Search(self.module, self.x, base, self._steps, is_link=self._is_link)
+        other.began = self.began
+        return other.find()
+
     def _note(
         self,
         c: Convention,
@@ -248,7 +268,7 @@ class Search:
         return not c.context and any(
             law is not None and law.name == "whole" and tried.order == c.order
             for _, tried, law, _ in self.failures
-            if tried.arguments
+            if tried.arguments or tried.attributes
         )
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
@@ -290,7 +310,9 @@ class Search:
         if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *ZEROS * bool(has_layer)]
+        is_learned = c.arguments and learned_start(self.module, 1) != ()
+        guesses = *ZEROS * bool(has_layer), *LEARNED * bool(is_learned)
+        return [*self.own_methods, None, *guesses]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
@@ -310,6 +332,7 @@ class Search:
                 try:
                     state = items_at(result, keys) if c.arguments else after
                     choices = self._outputs(c, result, state, x)
+                    self._check_order(c, result, state, choices)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
@@ -362,6 +385,32 @@ class Search:
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
         return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
+
+    def _check_order(
+        self, c: Convention, result: Any, state: State, choices: list[Outputs]
+    ) -> None:
+        """Refuse a result that may be turned: no law tells tensors of one shape apart.
+
+        The last item is the state, and several are in the order of the arguments. That is not so
+        if the forward returns its arguments' names in another order; or, without these names, if
+        the last item is computed from the outputs, and not the reverse.
+
+        Raises:
+            MisfitError: it may be turned.
+        """
+        names = returned_names(self.module.forward)
+        own = [n for n in dict.fromkeys(names) if n in c.arguments]
+        y = item_at(result, choices[0][0].path)
+        if own:
+            is_turned = names[-1] != own[-1] or own != [n for n in c.arguments if n in own]
+        else:
+            is_turned = isinstance(state, Tensor) and state.shape == y.shape and c.output is None
+            is_turned = is_turned and reaches(y, state) and not reaches(state, y)
+        if is_turned:
+            raise MisfitError(
+                "it returns its state before its outputs, or states in another order than the"
+                " arguments, as it seems, and no law tells tensors of one shape apart"
+            )
 
     def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention:
         """The convention with the lanes of its state, which a call with fewer shows.
