@@ -73,7 +73,7 @@ def is_turned(parameters: list[inspect.Parameter]) -> bool:
 
 def names_state(name: str) -> bool:
     """Whether a name is one that people give a state: `hidden`, `h_prev`, `rnn_hxs`, `mems`."""
-    plain = re.sub("prev|init", "", name.lower().strip("_0123456789"))
+    plain = re.sub("prev|init|_t$", "", name.lower().strip("_0123456789"))
     return STATE_NAME.search(plain.strip("_")) is not None
 
 

@@ -138,7 +138,7 @@ LAWS: dict[str, Sentences] = {
     ),
 }
 # Measured on any adapter
-MEASURED = ("repeat", "value", "inputs", "causal", "lanes", "shape", "whole", "memory", "credit")
+MEASURED = ("repeat", "value", "inputs", "memory", "causal", "lanes", "shape", "whole", "credit")
 EXACT = ("random", "value", "inputs", "memory", "shape")
 GRADIENTS = ("credit", "start", "last", "kept")  # measured with a graph
 # The exceptions that a module raises for inputs or a state that do not fit it.
@@ -346,7 +346,7 @@ def _of_any(
         "lanes": mixed,
         "shape": lambda: 0.0 if shapes[1:] == shapes[:-1] else math.inf,
         "whole": divided,
-        "memory": lambda: max(0.0, limits[1] - difference(runs(late)[0], outputs[lengths[0] :])),
+        "memory": lambda: max(0.0, limits[1] - difference(runs(late)[0], second)),
         "credit": lambda: _credit(runs, x, lengths, limits[0]),
     }
 

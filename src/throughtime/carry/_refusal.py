@@ -27,6 +27,7 @@ from throughtime.state import State
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
+RESTARTS = re.compile("done|reset|first|begin|start|termin|end")  # those that are 1 there
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 OVER_TIME = ("causal", "lanes", "whole", "long", "last")
@@ -79,17 +80,14 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
-    nearest = max(search.failures, key=lambda f: f.stage, default=Failure(0, search.base))
+    context = 0 if search.base.context or search.base.call else reach_of(module)
+    line, nearest = "", _nearest(search)
+    if context:
+        other = search.again(context)
+        line = f"context={context}" * (other.find() is not None)
+        nearest = max(nearest, _nearest(other), key=lambda failure: failure.stage)
     law = nearest.law
     text = broken(module, law, nearest.convention) if law else _uncallable(search, nearest.error)
-    line, context = "", 0 if search.base.context or search.base.call else reach_of(module)
-    if context and search.again(context) is not None:
-        line = f"context={context}"
-    elif law is not None and law.name in ("random", "start"):
-        state = nearest.convention.lanes.to_module(nearest.convention.lanes.fill(None, MARK, None))
-        line = _start(state, "torch.full({}, VALUE)" if law.name == "start" else "torch.zeros{}")
-    elif not search.base.call and (law is None or law.name == "memory"):
-        line = _line(search)
     late = (
         f" The search ended after {PATIENCE:.0f} s of processor time, before all ways were tried."
         " With OMP_NUM_THREADS=1 it may take less."
@@ -98,6 +96,7 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
         late += (
             " A layer here returns its outputs only: drop a module that picks them out of a tuple."
         )
+    line = line or _line(search, nearest)
     line = f"\nWrite: tt.carry(module, {line})" * bool(line)
     if "call=" in line:
         line += ", where call returns (outputs, next state) for a step (B, ...) or a chunk"
@@ -132,11 +131,12 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     if not has_forward(search.module) and not search.base.call:
         return "has no forward, so the call must be written."
     text = str(error).split("\n")[0]
-    if not isinstance(error, ThroughtimeError):
+    is_foreign = not isinstance(error, ThroughtimeError)
+    if is_foreign:
         text = f"the call that came furthest failed: {type(error).__name__}: {text}"
     if search.base.inputs:
         text += ". inputs= returns what the module takes: x.transpose(0, 1) for (B, T, ...)"
-    elif not search.base.call:
+    elif is_foreign and not search.base.call:
         text += (
             ". Several inputs: tt.carry(module, inputs=lambda x: (x[..., :N], x[..., N:])), those"
             " in a dict: inputs=lambda x: {'name': x[..., :N]}"
@@ -149,14 +149,31 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (None, nn.Module.forward)
 
 
-def _line(search: Search) -> str:
-    """The keywords to write: inputs, or a call and a start; none where no argument is a state."""
+def _nearest(search: Search) -> Failure:
+    """The trial that came furthest."""
+    return max(search.failures, key=lambda f: f.stage, default=Failure(0, search.base))
+
+
+def _line(search: Search, nearest: Failure) -> str:
+    """The keywords to write: a start, or a call with one, or inputs; none for another fault."""
+    law, lanes = nearest.law, nearest.convention.lanes
+    if law is not None and law.name in ("random", "start") and lanes.dims:
+        state = lanes.to_module(lanes.fill(None, MARK, None))
+        return _start(state, "torch.full({}, VALUE)" if law.name == "start" else "torch.zeros{}")
+    if search.base.call or not (law is None or law.error or law.name == "memory"):
+        return ""
+    return _call(search)
+
+
+def _call(search: Search) -> str:
+    """The keywords with inputs, or a call and a start; none where no argument is a state."""
     module, kind = search.module, type(search.module)
     own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
     own = [n for n in own if n not in (*search.own_methods, "forward")]
     steps = [n for n in own if "step" in n or not has_forward(module)]
     method = getattr(module, [*steps, "forward"][0])
-    parameters = parameters_of(method)
+    if not (parameters := parameters_of(method)):
+        return ""
     turned = is_turned(parameters)
     first, *others = [parameters.pop(int(turned)), *parameters] if parameters[1:] else parameters
     known = {p.name: value for p in others if (value := _constant(p))}
@@ -167,6 +184,8 @@ def _line(search: Search) -> str:
         del data[:1]
     x = "x[..., :N]" if data else "x"
     known |= dict.fromkeys(data, "x[..., N:]")
+    if search.base.inputs:
+        return ""
     if "len" in str([*known]) or (data and [p.name for p in others[: len(data)]] == data):
         items = [known.get(p.name) for p in others]
         return f"inputs=lambda x: ({', '.join([x, *filter(None, items)])})"
@@ -180,7 +199,9 @@ def _line(search: Search) -> str:
         names = [n for n in returned_names(method) if n in states]
         names = names if {*names} == {*states} else states
         call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
-    start = f"start=lambda m, lanes: ({', '.join(['torch.zeros(lanes, N)'] * len(states))})"
+    call += "[::-1]" * search.is_turned
+    zeros = ", ".join(["torch.zeros(lanes, N)"] * len(states))
+    start = f"start=lambda m, lanes: {f'({zeros})' if states[1:] else zeros}"
     layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
     if search.own_methods:
         maker = search.own_methods[0]
@@ -203,7 +224,9 @@ def _constant(p: inspect.Parameter) -> str:
         return ""
     if "len" in p.name:
         return "torch.full((x.shape[1],), len(x))"
-    return "x.new_ones(*x.shape[:-1], 1)" * bool(GOES_ON.search(p.name))
+    if GOES_ON.search(p.name):
+        return "x.new_ones(*x.shape[:-1], 1)"
+    return "x.new_zeros(x.shape[:-1])" * bool(RESTARTS.search(p.name))
 
 
 def _start(state: State, text: str = "torch.zeros{}") -> str:

@@ -173,7 +173,7 @@ class Search:
         self.choices: list[Outputs] = []  # more than one where the user must choose
         self.began, self._is_reported = time.thread_time(), False
         self.own_methods = _own_methods(module)
-        self.is_late = False
+        self.is_late = self.is_turned = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
@@ -199,12 +199,12 @@ class Search:
                 snapshot.restore()
         return None
 
-    def again(self, context: int) -> Convention | None:
-        """The first convention with a context, in the time that is left."""
+    def again(self, context: int) -> "Search":
+        """The same search with a context, in the time that is left."""
         base = replace(self.base, context=context)
         other = Search(self.module, self.x, base, self._steps, is_link=self._is_link)
         other.began = self.began
-        return other.find()
+        return other
 
     def _note(
         self,
@@ -282,7 +282,7 @@ class Search:
             return
         parameters = parameters_of(self.module.forward)
         if base.inputs is None and is_turned(parameters):
-            raise MisfitError("takes its state before its inputs")
+            raise MisfitError(f"takes {parameters[0].name} before its inputs")
         options = parameters[len(base.arrange(x)) :]
         if required := tuple(p.name for p in options if p.default is p.empty):
             if len({*map(names_state, required)}) > 1 or "len" in str(required):
@@ -318,7 +318,10 @@ class Search:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
         parts, x = (x[:2], x[:3]), x if base.unit == "chunk" else x[:1]
         for start in self._starts(base):
-            first = replace(base, start=start)
+            is_learned = start in LEARNED
+            if is_learned and all(not f.law or f.law.name != "start" for f in self.failures):
+                continue
+            first = replace(base, start=None if is_learned else start)
             try:
                 changed = self._changed(first, *parts)
                 kept = tuple(key for key, is_fixed in changed.items() if is_fixed)
@@ -332,7 +335,8 @@ class Search:
                 try:
                     state = items_at(result, keys) if c.arguments else after
                     choices = self._outputs(c, result, state, x)
-                    self._check_order(c, result, state, choices)
+                    if c.arguments:
+                        self._check_order(c, result, state, choices)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
@@ -398,15 +402,14 @@ class Search:
         Raises:
             MisfitError: it may be turned.
         """
-        names = returned_names(self.module.forward)
-        own = [n for n in dict.fromkeys(names) if n in c.arguments]
-        y = item_at(result, choices[0][0].path)
-        if own:
-            is_turned = names[-1] != own[-1] or own != [n for n in c.arguments if n in own]
-        else:
-            is_turned = isinstance(state, Tensor) and state.shape == y.shape and c.output is None
-            is_turned = is_turned and reaches(y, state) and not reaches(state, y)
-        if is_turned:
+        names, after = returned_names(self.module.forward), trees.tensors(state)
+        own, y = [n for n in names if n in c.arguments], item_at(result, choices[0][0].path)
+        is_turned = len(after) == 1 and c.output is None
+        is_turned = is_turned and reaches(y, after[0]) and not reaches(after[0], y)
+        self.is_turned |= is_turned
+        own = own[-len({*own}) :]
+        is_turned = names[-1] != own[-1] if own else is_turned
+        if own != [n for n in c.arguments if n in own] or (is_turned and y.shape == after[0].shape):
             raise MisfitError(
                 "it returns its state before its outputs, or states in another order than the"
                 " arguments, as it seems, and no law tells tensors of one shape apart"
@@ -456,7 +459,9 @@ class Search:
                     if law.name in LIVE:
                         live[law.name] = law if law.holds else live.get(law.name, law)
                     elif not law.holds:
-                        return self._note(c, law=law)
+                        memory = live.get("memory", law)
+                        is_unread = c.attributes and not memory.holds
+                        return self._note(c, law=memory if is_unread else law)
             except CALL_ERRORS as error:
                 return self._note(c, 1.5, error)
         is_stateless = self._is_link and c.is_inside and not (c.lanes.dims or c.context)
