@@ -55,12 +55,15 @@ def returned_names(method: Any) -> list[str]:
     return names
 
 
-def reaches(first: Tensor, second: Tensor) -> bool:
-    """Whether a tensor was computed from another one."""
-    if first is second or not (first.requires_grad and second.requires_grad):
-        return first is second
-    (grad,) = torch.autograd.grad(second.sum(), first, retain_graph=True, allow_unused=True)
-    return grad is not None
+def ancestors(tensor: Tensor, beside: Any = None) -> set[Any]:
+    """The nodes of the graph from which a tensor was computed, not by way of one of them."""
+    found, pending = set[Any](), [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node is not beside and node not in found:
+            found.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return found
 
 
 def is_turned(parameters: list[inspect.Parameter]) -> bool:

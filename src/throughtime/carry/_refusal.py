@@ -84,8 +84,8 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     line, nearest = "", _nearest(search)
     if context:
         other = search.again(context)
-        line = f"context={context}" * (other.find() is not None)
-        nearest = max(nearest, _nearest(other), key=lambda failure: failure.stage)
+        line, after = f"context={context}" * (other.find() is not None), _nearest(other)
+        nearest = after if after.law and after.law.name == "start" else nearest
     law = nearest.law
     text = broken(module, law, nearest.convention) if law else _uncallable(search, nearest.error)
     late = (
@@ -188,7 +188,11 @@ def _call(search: Search) -> str:
         return ""
     if "len" in str([*known]) or (data and [p.name for p in others[: len(data)]] == data):
         items = [known.get(p.name) for p in others]
-        return f"inputs=lambda x: ({', '.join([x, *filter(None, items)])})"
+        line = f"inputs=lambda x: ({', '.join([x, *filter(None, items)])})"
+        if states or len(data) != 1:
+            return line
+        other = "tt.carry(module, start=lambda m, lanes: torch.zeros(lanes, N)"
+        return f"{line}), or, if '{data[0]}' is a state, {other}"
     if not states:
         return ""
     known |= {n: f"state[{i}]" if states[1:] else "state" for i, n in enumerate(states)}

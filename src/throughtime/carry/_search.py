@@ -32,12 +32,12 @@ from throughtime.carry._calls import (
 )
 from throughtime.carry._inside import (
     Key,
+    ancestors,
     attributes,
     is_turned,
     layers_over_time,
     names_state,
     parameters_of,
-    reaches,
     returned_names,
 )
 from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
@@ -335,7 +335,7 @@ class Search:
                 try:
                     state = items_at(result, keys) if c.arguments else after
                     choices = self._outputs(c, result, state, x)
-                    if c.arguments:
+                    if c.arguments and is_state(state):
                         self._check_order(c, result, state, choices)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
@@ -384,7 +384,7 @@ class Search:
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
                 f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
-                " what is to be the outputs"
+                " what is to be the outputs: let forward(x, state) return one"
             )
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
@@ -397,19 +397,19 @@ class Search:
 
         The last item is the state, and several are in the order of the arguments. That is not so
         if the forward returns its arguments' names in another order; or, without these names, if
-        the last item is computed from the outputs, and not the reverse.
+        all of the last item is computed from the outputs.
 
         Raises:
             MisfitError: it may be turned.
         """
         names, after = returned_names(self.module.forward), trees.tensors(state)
         own, y = [n for n in names if n in c.arguments], item_at(result, choices[0][0].path)
-        is_turned = len(after) == 1 and c.output is None
-        is_turned = is_turned and reaches(y, after[0]) and not reaches(after[0], y)
+        own, last, node = own[-len({*own}) :], after[-1], y.grad_fn
+        is_turned = len(after) == 1 and c.output is None and node in ancestors(last)
+        is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
         self.is_turned |= is_turned
-        own = own[-len({*own}) :]
-        is_turned = names[-1] != own[-1] if own else is_turned
-        if own != [n for n in c.arguments if n in own] or (is_turned and y.shape == after[0].shape):
+        is_turned = names[-1] != own[-1] if own else is_turned and difference(y, last) != 0
+        if own != [n for n in c.arguments if n in own] or (is_turned and y.shape == last.shape):
             raise MisfitError(
                 "it returns its state before its outputs, or states in another order than the"
                 " arguments, as it seems, and no law tells tensors of one shape apart"
@@ -431,8 +431,9 @@ class Search:
                 "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
                 " arguments or attributes: there is nothing to carry, as in attention over steps,"
                 " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
-                " return (y, state). A module that takes the other order of time and batch:"
-                " tt.carry(module, batch_first=True) or False"
+                " return (y, state), or write tt.carry(module, call=..., start=...). A module that"
+                " takes the other order of time and batch: tt.carry(module, batch_first=True) or"
+                " False"
             )
         states = {x.shape[1]: state}
         if x.shape[1] > 1:
@@ -460,7 +461,7 @@ class Search:
                         live[law.name] = law if law.holds else live.get(law.name, law)
                     elif not law.holds:
                         memory = live.get("memory", law)
-                        is_unread = c.attributes and not memory.holds
+                        is_unread = c.attributes and law.name == "whole" and not memory.holds
                         return self._note(c, law=memory if is_unread else law)
             except CALL_ERRORS as error:
                 return self._note(c, 1.5, error)
