@@ -27,8 +27,13 @@ from throughtime.state import State
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
-RESTARTS = re.compile("done|reset|first|begin|start|termin|end")  # those that are 1 there
-GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
+DATA, ZEROS = "x[..., N:]", "torch.zeros(lanes, N)"
+LENGTHS, GOES_ON = "torch.full((x.shape[1],), len(x))", "x.new_ones(*x.shape[:-1], 1)"
+CONSTANTS = {  # by the names of parameters; the others are marks that are 0, or 1, at a restart
+    "len": LENGTHS,
+    "mask|not_|nonterminal|continu": GOES_ON,
+    "done|reset|first|begin|start|termin|end": "x.new_zeros(x.shape[:-1])",
+}
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 OVER_TIME = ("causal", "lanes", "whole", "long", "last")
 CAUSES = {  # parts that usually break a law over time
@@ -167,70 +172,72 @@ def _line(search: Search, nearest: Failure) -> str:
 
 def _call(search: Search) -> str:
     """The keywords with inputs, or a call and a start; none where no argument is a state."""
-    module, kind = search.module, type(search.module)
-    own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
-    own = [n for n in own if n not in (*search.own_methods, "forward")]
-    steps = [n for n in own if "step" in n or not has_forward(module)]
-    method = getattr(module, [*steps, "forward"][0])
-    if not (parameters := parameters_of(method)):
+    name, parameters = _method(search)
+    if search.base.inputs or not parameters:
         return ""
     turned = is_turned(parameters)
-    first, *others = [parameters.pop(int(turned)), *parameters] if parameters[1:] else parameters
-    known = {p.name: value for p in others if (value := _constant(p))}
-    states = [p.name for p in others if names_state(p.name) and p.default in (None, p.empty)]
-    data = [p.name for p in others if p.default is p.empty and p.name not in (*known, *states)]
-    if not states and steps:
-        states = data[:1]
-        del data[:1]
+    first = parameters.pop(int(turned)).name
+    values = {p.name: value for p in parameters if (value := _value(p))}
+    states, data = ([n for n, v in values.items() if v == kind] for kind in ("state", DATA))
     x = "x[..., :N]" if data else "x"
-    known |= dict.fromkeys(data, "x[..., N:]")
-    if search.base.inputs:
-        return ""
-    if "len" in str([*known]) or (data and [p.name for p in others[: len(data)]] == data):
-        items = [known.get(p.name) for p in others]
-        line = f"inputs=lambda x: ({', '.join([x, *filter(None, items)])})"
-        if states or len(data) != 1:
-            return line
-        other = "tt.carry(module, start=lambda m, lanes: torch.zeros(lanes, N)"
-        return f"{line}), or, if '{data[0]}' is a state, {other}"
+    if LENGTHS in values.values() or (data and [*values][: len(data)] == data):
+        line = f"inputs=lambda x: ({', '.join([x, *(v for v in values.values() if 'x' in v)])})"
+        if not states and len(data) == 1:
+            start = f"tt.carry(module, start=lambda m, lanes: {ZEROS}"
+            line += f"), or, if '{data[0]}' is a state, {start}"
+        return line
     if not states:
         return ""
-    known |= {n: f"state[{i}]" if states[1:] else "state" for i, n in enumerate(states)}
-    rest = [f"{n}={value}" for n, value in known.items()]
-    name = f"m.{steps[0]}" if steps else "m"
-    call = f"{name}({', '.join([f'{first.name}={x}' if turned else x, *rest])})"
+    values |= {n: f"state[{i}]" for i, n in enumerate(states) if states[1:]}
+    given = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
+    call = f"m{name}({', '.join(given)})" + "[::-1]" * search.is_turned
     if states[1:]:
+        method = getattr(search.module, name[1:] or "forward")
         names = [n for n in returned_names(method) if n in states]
-        names = names if {*names} == {*states} else states
+        names = names if len(names) == len(states) else states
         call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
-    call += "[::-1]" * search.is_turned
-    zeros = ", ".join(["torch.zeros(lanes, N)"] * len(states))
-    start = f"start=lambda m, lanes: {f'({zeros})' if states[1:] else zeros}"
-    layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
+    return f"call=lambda m, x, state: {call}, {_start_of(search, len(states), values)}"
+
+
+def _method(search: Search) -> tuple[str, list[inspect.Parameter]]:
+    """A method that takes a step, as it is called, or nothing for forward; its parameters."""
+    module = search.module
+    own = [n for n, value in vars(type(module)).items() if inspect.isfunction(value)]
+    own = [n for n in own if n[0] != "_" and n not in (*search.own_methods, "forward")]
+    for name in own:
+        if "step" in name or not has_forward(module):
+            return f".{name}", parameters_of(getattr(module, name))
+    return "", parameters_of(module.forward)
+
+
+def _value(p: inspect.Parameter) -> str:
+    """What a call passes for a parameter; nothing for an option.
+
+    Marks of restarts are constants: a net is restarted by resets.
+    """
+    if p.default is False and ASKS.search(p.name):
+        return "True"
+    if names_state(p.name):
+        return "state" * (p.default in (None, p.empty))
+    if p.default is not p.empty:
+        return ""
+    kinds = [value for pattern, value in CONSTANTS.items() if re.search(pattern, p.name)]
+    return [*kinds, DATA][0]
+
+
+def _start_of(search: Search, count: int, values: dict[str, str]) -> str:
+    """The start of so many states: by a method of the module, or zeros, as its only layer has."""
+    module, layers = search.module, [m for m in search.module.modules() if isinstance(m, RECURRENT)]
     if search.own_methods:
         maker = search.own_methods[0]
         lanes = "lanes" * any(p.default is p.empty for p in parameters_of(getattr(module, maker)))
-        start = f"start=lambda m, lanes: m.{maker}({lanes})"
-    elif len(layers) == 1:
-        state = layer_zeros(module, MARK)
-        if "ones" in str(known):  # such a mask is multiplied with it
-            state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
-        if len(states) in (1, len(trees.tensors(state))):
-            start = _start(state)
-    return f"call=lambda m, x, state: {call}, {start}"
-
-
-def _constant(p: inspect.Parameter) -> str:
-    """The value of a parameter that is none of the stream: a net is restarted by resets."""
-    if p.default is False and ASKS.search(p.name):
-        return "True"
-    if p.default is not p.empty or names_state(p.name):
-        return ""
-    if "len" in p.name:
-        return "torch.full((x.shape[1],), len(x))"
-    if GOES_ON.search(p.name):
-        return "x.new_ones(*x.shape[:-1], 1)"
-    return "x.new_zeros(x.shape[:-1])" * bool(RESTARTS.search(p.name))
+        return f"start=lambda m, lanes: m.{maker}({lanes})"
+    state = layer_zeros(module, MARK) if len(layers) == 1 else ()
+    if GOES_ON in values.values():  # such a mask is multiplied with it
+        state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
+    if len(trees.tensors(state)) in (count, 2 * count):
+        return _start(state)
+    return f"start=lambda m, lanes: {ZEROS if count == 1 else f'({ZEROS},) * {count}'}"
 
 
 def _start(state: State, text: str = "torch.zeros{}") -> str:
