@@ -320,30 +320,6 @@ def test_the_line_for_a_step_names_the_method_that_makes_its_state() -> None:
     assert float((net(x, net.initial_state(LANES))[0] - module(x)).detach().abs().max()) < EXACT
 
 
-class Joined(nn.Module):
-    """Keeps h and c in one tensor, as agents do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(FEATURES, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        h, c = self.cell(x, (memory[:, :4], memory[:, 4:]))
-        return self.head(h), torch.cat([h, c], 1)
-
-
-def test_h_and_c_may_be_one_tensor() -> None:
-    module, x = Joined(), inputs()
-    net = tt.carry(module, x)
-    memory, wanted = torch.zeros(LANES, 8), list[Tensor]()
-    for step in x:
-        y, memory = module(step, memory)
-        wanted.append(y)
-    assert torch.equal(net.initial_state(2), torch.zeros(2, 8))
-    got, _ = net(x, net.initial_state(LANES))
-    assert float((got - torch.stack(wanted)).detach().abs().max()) < EXACT
-
-
 class ProjectsState(nn.Module):
     """What a chunk receives is no longer what the one before returned."""
 

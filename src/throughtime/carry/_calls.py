@@ -291,16 +291,20 @@ class ModuleAdapter(Adapter):
             return start
         x = self.inputs(lanes)
         if c.start == OWN:
-            call = LayerCall({}, 1)
-            with fork_rng(x.device):
-                self._invoke(x, call)
-            return call.passed
+            return self.recorded(x).passed
         with self._holding(None):
             start = call_method(module, c.start, lanes, c.arrange(c.parts(x)[0])[0])
             if c.attributes:
                 set_attributes(module, {} if start is None else {c.attributes[0]: start})
                 start = self._attributes()
         return start
+
+    def recorded(self, x: Tensor) -> LayerCall:
+        """What the layers of the module get and return in a call of its own."""
+        call = LayerCall({}, len(x))
+        with fork_rng(x.device):
+            self._invoke(x, call)
+        return call
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that hold a state, by name; None for those not made yet."""
@@ -462,11 +466,6 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-def joined_zeros(module: nn.Module, lanes: int) -> Tensor:
-    """That state as one tensor: `(lanes, 2H)` of an LSTM, as agents keep it."""
-    return torch.cat(trees.tensors(layer_zeros(module, lanes)), -1)
-
-
 def learned_start(module: nn.Module, lanes: int) -> State:
     """The parameters and buffers of a module that have the name of a start: `h0`, `init_state`."""
     del lanes
@@ -475,10 +474,9 @@ def learned_start(module: nn.Module, lanes: int) -> State:
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-# the starts that are guessed, as ones of the user's; those that are learned if a call without a
-# state shows that they are right
-ZEROS = ((layer_zeros,), (joined_zeros,))
-LEARNED = ((learned_start,),)
+# starts that are guessed, as ones of the user's; what is learned only if a call without a state
+# shows that it is right
+ZEROS, LEARNED = (layer_zeros,), (learned_start,)
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

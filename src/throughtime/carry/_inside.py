@@ -10,6 +10,7 @@ Shapes: `T` steps, `B` lanes.
 import dis
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class LayerCall:
         context: steps that a layer gets before those of this chunk, and must not run again.
         passed: what the module itself passed to the first call of each layer.
         after: what the last call of each layer returned.
+        seen: the steps that each layer has run over.
     """
 
     before: Mapping[str, State]
@@ -97,6 +99,7 @@ class LayerCall:
     context: int = 0
     passed: dict[str, State] = field(default_factory=dict[str, State])
     after: dict[str, State] = field(default_factory=dict[str, State])
+    seen: Counter[str] = field(default_factory=Counter[str])
 
 
 _active: ContextVar[Any] = ContextVar("_active", default=(None, None))  # hooks and their call
@@ -153,15 +156,18 @@ class LayerHooks:
                 )
             return None
         x, *states = *args, *(kwargs.pop(key) for key in ("input", "hx") if key in kwargs)
+        steps = 1
         if isinstance(layer, nn.RNNBase):
             if not isinstance(x, Tensor):
                 raise ModelError(
                     f"layer '{name}' gets a {type(x).__name__}; a stream needs no packing:"
                     " pass the tensor of its steps"
                 )
-            time = int(layer.batch_first)
-            if call.context and x.shape[time] == call.steps:
-                x = x.narrow(time, call.context, call.steps - call.context)
+            time = int(layer.batch_first and x.dim() == 3)
+            steps = x.shape[time]
+            if call.context and steps == call.steps:
+                x = x.narrow(time, call.context, steps - call.context)
+        call.seen[name] += steps
         if name in call.after:
             return (x, *states), kwargs
         if name in call.before:
@@ -178,37 +184,6 @@ class LayerHooks:
 
 
 # ---------------------------------------------------------------- what one call shows
-
-
-def layers_over_time(
-    module: nn.Module, forward: Callable[[], Any], steps: tuple[int, ...]
-) -> tuple[str, ...]:
-    """The layers and cells of torch.nn that one call of `forward` runs over so many steps."""
-    calls: dict[str, list[Any]] = {}
-
-    def record(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(name, []).append((*args, kwargs.get("input"))[0])
-
-    parts = {n: part for n, part in module.named_modules() if n and isinstance(part, RECURRENT)}
-    handles = [
-        part.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, part in parts.items()
-    ]
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(name for name, xs in calls.items() if _runs_over(parts[name], xs, steps))
-
-
-def _runs_over(part: nn.RNNBase | nn.RNNCellBase, xs: list[Any], steps: tuple[int, ...]) -> bool:
-    """Whether a layer or cell that was called with `xs` runs over the steps, forward in time."""
-    if isinstance(part, nn.RNNCellBase):
-        return len(xs) in steps and steps[0] > 1
-    # it may run over another dimension, such as frequency
-    is_batch = len(xs) == 1 and isinstance(xs[0], Tensor) and xs[0].dim() == 3
-    return not part.bidirectional and (not is_batch or xs[0].shape[int(part.batch_first)] in steps)
 
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()

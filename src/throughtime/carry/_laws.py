@@ -416,15 +416,14 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
 def _own_difference(runs: Runs, x: Tensor) -> float:
     """The difference from the author's own call without a state, if that is possible."""
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, *ZEROS, *LEARNED) and not c.attributes:
+    if c.start not in (None, OWN, ZEROS, LEARNED) and not c.attributes:
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-    starts = (None,) * (c.start in (*ZEROS, *LEARNED)) + (c.start,) * (c.start not in LEARNED)
-    for start in starts:
+    for start in [None] * (c.start in (ZEROS, LEARNED)) + [c.start] * (c.start != LEARNED):
         with suppress(Exception):  # it needs a state
             calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
     if not calls:
-        return math.inf if c.start in LEARNED else 0.0
+        return math.inf if c.start == LEARNED else 0.0
     y, end = runs(x)
     try:
         rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]

@@ -31,11 +31,11 @@ from throughtime.carry._calls import (
     learned_start,
 )
 from throughtime.carry._inside import (
+    RECURRENT,
     Key,
     ancestors,
     attributes,
     is_turned,
-    layers_over_time,
     names_state,
     parameters_of,
     returned_names,
@@ -295,30 +295,44 @@ class Search:
         for names in _together(named):
             yield replace(base, arguments=names)
         if base.unit != "step":
-            steps = len(x), len(x) + base.context
-            with suppress(*CALL_ERRORS), self.twins[0].bound(replace(base, unit="chunk")) as bound:
-                layers = layers_over_time(bound.module, lambda: bound.first_call(x), steps)
-                if layers:
-                    yield replace(base, layers=layers)
+            yield from self._layers(base, x)
         for names in _together(others):
             yield replace(base, arguments=names)
+
+    def _layers(self, base: Convention, x: Tensor) -> Iterator[Convention]:
+        """The convention with the state in layers and cells that a call runs over its steps."""
+        names = [
+            name
+            for name, part in self.module.named_modules()
+            if name and isinstance(part, RECURRENT) and not getattr(part, "bidirectional", False)
+        ]
+        hooked = replace(base, unit="chunk", layers=(*names,))
+        try:
+            with self.twins[0].bound(hooked) as bound:
+                seen = bound.recorded(hooked.padded(x)).seen
+        except CALL_ERRORS as error:
+            self._note(hooked, 1.5 * isinstance(error, ModelError) * bool(names), error)
+            return
+        steps = len(x), len(x) + base.context
+        # a layer may run over several sequences, which a law shows
+        if layers := [n for n in names if seen[n] and 0 in [seen[n] % t for t in steps]]:
+            yield replace(base, layers=(*layers,))
 
     def _starts(self, c: Convention) -> list[Any]:
         """The starts to try; others than that of the user may show where the lanes are."""
         if c.start is not None:
-            return [c.start, None, *ZEROS]
+            return [c.start, None, ZEROS]
         if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
         is_learned = c.arguments and learned_start(self.module, 1) != ()
-        guesses = *ZEROS * bool(has_layer), *LEARNED * bool(is_learned)
-        return [*self.own_methods, None, *guesses]
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer), *[LEARNED] * bool(is_learned)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
         parts, x = (x[:2], x[:3]), x if base.unit == "chunk" else x[:1]
         for start in self._starts(base):
-            is_learned = start in LEARNED
+            is_learned = start == LEARNED
             if is_learned and all(not f.law or f.law.name != "start" for f in self.failures):
                 continue
             first = replace(base, start=None if is_learned else start)
