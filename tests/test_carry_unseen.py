@@ -374,8 +374,8 @@ class Swapped(nn.Module):
         self.cell, self.out = nn.LSTMCell(FEATURES, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, c = self.cell(x, (h, c))
-        return self.out(h), c, h
+        h_new, c_new = self.cell(x, (h, c))
+        return self.out(h_new), c_new, h_new
 
 
 def author_of_hidden_first(module: Any, x: Tensor, h: Any) -> tuple[Tensor, Any]:

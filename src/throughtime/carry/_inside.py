@@ -75,10 +75,15 @@ def is_turned(parameters: list[inspect.Parameter]) -> bool:
     return second in INPUT_NAMES or names_state(first) > names_state(second)
 
 
+def plain_name(name: str) -> str:
+    """The name of a state without what says when: `h` of `h_prev`, `h_new`, `h_t` and `h0`."""
+    name = name.lower().strip("_0123456789")
+    return re.sub("prev|init|new|next|_t$", "", name).strip("_0123456789")
+
+
 def names_state(name: str) -> bool:
     """Whether a name is one that people give a state: `hidden`, `h_prev`, `rnn_hxs`, `mems`."""
-    plain = re.sub("prev|init|_t$", "", name.lower().strip("_0123456789"))
-    return STATE_NAME.search(plain.strip("_")) is not None
+    return STATE_NAME.search(plain_name(name)) is not None
 
 
 @dataclass(eq=False)

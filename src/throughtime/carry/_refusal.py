@@ -16,6 +16,7 @@ from throughtime.carry._inside import (
     is_turned,
     names_state,
     parameters_of,
+    plain_name,
     returned_names,
 )
 from throughtime.carry._laws import LAWS, Law
@@ -193,8 +194,9 @@ def _call(search: Search) -> str:
     call = f"m{name}({', '.join(given)})" + "[::-1]" * search.is_turned
     if states[1:]:
         method = getattr(search.module, name[1:] or "forward")
-        names = [n for n in returned_names(method) if n in states]
-        names = names if len(names) == len(states) else states
+        known = {plain_name(n): n for n in states}
+        names = [known[n] for n in map(plain_name, returned_names(method)) if n in known]
+        names = names if sorted(names) == sorted(states) else states
         call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
     return f"call=lambda m, x, state: {call}, {_start_of(search, len(states), values)}"
 

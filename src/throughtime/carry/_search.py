@@ -38,6 +38,7 @@ from throughtime.carry._inside import (
     is_turned,
     names_state,
     parameters_of,
+    plain_name,
     returned_names,
 )
 from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
@@ -416,14 +417,18 @@ class Search:
         Raises:
             MisfitError: it may be turned.
         """
-        names, after = returned_names(self.module.forward), trees.tensors(state)
-        own, y = [n for n in names if n in c.arguments], item_at(result, choices[0][0].path)
-        own, last, node = own[-len({*own}) :], after[-1], y.grad_fn
+        rows = returned_names(self.module.forward), [*c.arguments]
+        plain = [[*map(plain_name, row)] for row in rows]
+        names, arguments = plain if len({*plain[1]}) == len(plain[1]) else rows
+        own = [n for n in names if n in arguments]
+        own = own[-len({*own}) :]
+        y, after = item_at(result, choices[0][0].path), trees.tensors(state)
+        last, node = after[-1], y.grad_fn
         is_turned = len(after) == 1 and c.output is None and node in ancestors(last)
         is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
         self.is_turned |= is_turned
         is_turned = names[-1] != own[-1] if own else is_turned and difference(y, last) != 0
-        if own != [n for n in c.arguments if n in own] or (is_turned and y.shape == last.shape):
+        if own != [n for n in arguments if n in own] or (is_turned and y.shape == last.shape):
             raise MisfitError(
                 "it returns its state before its outputs, or states in another order than the"
                 " arguments, as it seems, and no law tells tensors of one shape apart"
