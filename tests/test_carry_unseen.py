@@ -464,7 +464,7 @@ class StartsFromInputs(nn.Module):
         self.init, self.cell = nn.Linear(FEATURES, 4), nn.GRUCell(FEATURES, 4)
         self.h0 = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, h: Any = None) -> tuple[Tensor, Tensor]:
         h = self.cell(x, self.init(x) * self.h0 if h is None else h)
         return h, h
 

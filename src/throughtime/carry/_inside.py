@@ -48,7 +48,8 @@ def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
 def returned_names(method: Any) -> list[str]:
     """The local names at the end of what a method returns last: `[y, h, c]` of `y, (h, c)`."""
     names: list[str] = []
-    for step in reversed([*dis.get_instructions(getattr(inspect.unwrap(method), "__code__", ""))]):
+    code: Any = getattr(inspect.unwrap(method), "__code__", "")  # of a function of Python
+    for step in reversed([*dis.get_instructions(code)]):
         if step.opname.startswith("LOAD_FAST"):
             names = [*([step.argval] if isinstance(step.argval, str) else step.argval), *names]
         elif names or step.opname not in ("RETURN_VALUE", "BUILD_TUPLE"):
