@@ -80,12 +80,13 @@ class LearnedByHand(nn.Module):
         return torch.stack(outputs), h
 
 
-@pytest.mark.parametrize("options", [{}, {"start": lambda m, lanes: m.h0}])  # noqa: ARG005
-def test_a_start_that_no_layer_shows_is_found_by_its_name_and_taken_without_lanes(
-    options: dict[str, Any],
-) -> None:
+def test_a_start_that_no_layer_shows_is_asked_for_and_taken_without_lanes() -> None:
     module, x = LearnedByHand(), inputs()
-    net = tt.carry(module, x, **options)
+    with pytest.raises(
+        ModelError, match=r"start=lambda m, lanes: torch\.full\(\(lanes, 8\), VALUE"
+    ):
+        tt.carry(module, x)
+    net = tt.carry(module, x, start=lambda m, lanes: m.h0)  # noqa: ARG005
     y, _ = in_chunks(net, x, (3, 4))
     own, _ = module(x)
     assert (y - own).abs().max() < EXACT

@@ -7,7 +7,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs, `H` hidden, `L` l
 """
 
 import math
-import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,7 +52,6 @@ Unit = Literal["chunk", "step", "last"]
 _setting = threading.RLock()  # held while attributes of a module hold the state of one call
 PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
 UNITS: tuple[Unit, ...] = ("chunk", "step", "last")
-START_NAME = re.compile("0$|init|start")  # of a parameter
 OWN = "what the module itself starts from"
 
 
@@ -466,17 +464,7 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-def learned_start(module: nn.Module, lanes: int) -> State:
-    """The parameters and buffers of a module that have the name of a start: `h0`, `init_state`."""
-    del lanes
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    tensors = [tensor for name, tensor in own if names_state(name) or START_NAME.search(name)]
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
-# starts that are guessed, as ones of the user's; what is learned only if a call without a state
-# shows that it is right
-ZEROS, LEARNED = (layer_zeros,), (learned_start,)
+ZEROS = (layer_zeros,)  # a start that is guessed, as one of the user's
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

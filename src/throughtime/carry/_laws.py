@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import LEARNED, OWN, STATE, ZEROS, Adapter
+from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
 from throughtime.carry._inside import attributes, get_attributes
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
@@ -96,9 +96,9 @@ LAWS: dict[str, Sentences] = {
     "whole": Sentences(
         "chunks with the state carried do not give what one call gives",
         "Something is kept outside the state, or is not kept: past steps of a convolution (write"
-        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
-        " over time, a variable of forward, a state after dropout. Let forward(x, state) return"
-        " (y, state) with all that it needs; dropout belongs on outputs",
+        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or"
+        " normalisation over time, a variable of forward, a state after dropout. Let forward(x,"
+        " state) return (y, state) with all that it needs; dropout belongs on outputs",
     ),
     "memory": Sentences(
         "its outputs do not depend on the state that it gets",
@@ -416,14 +416,14 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
 def _own_difference(runs: Runs, x: Tensor) -> float:
     """The difference from the author's own call without a state, if that is possible."""
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, ZEROS, LEARNED) and not c.attributes:
+    if c.start not in (None, OWN, ZEROS) and not c.attributes:
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-    for start in [None] * (c.start in (ZEROS, LEARNED)) + [c.start] * (c.start != LEARNED):
+    for start in (None, c.start) if c.start == ZEROS else (c.start,):
         with suppress(Exception):  # it needs a state
             calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
     if not calls:
-        return math.inf if c.start == LEARNED else 0.0
+        return 0.0
     y, end = runs(x)
     try:
         rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]

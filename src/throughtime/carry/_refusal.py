@@ -35,27 +35,19 @@ CONSTANTS = {  # by the names of parameters; the others are marks that are 0, or
     "mask|not_|nonterminal|continu": GOES_ON,
     "done|reset|first|begin|start|termin|end": "x.new_zeros(x.shape[:-1])",
 }
-BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-OVER_TIME = ("causal", "lanes", "whole", "long", "last")
-CAUSES = {  # parts that usually break a law over time
-    BATCH_NORMS: (
-        "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
-        " module.{path}.eval()"
-    ),
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d): (
-        "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
-        " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
-        " of (kernel_size - 1) * dilation over the convolutions, one after another"
-    ),
-    (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer): (
-        "attention over all steps. Keep past keys and values in the state: forward(x, state) -> (y,"
-        " state)"
-    ),
-    (
-        nn.GroupNorm,
-        nn.modules.instancenorm._InstanceNorm,
-    ): "it normalises over time. Normalise the features of each step alone",
-}
+OVER_TIME = ("causal", "whole", "long", "last")
+# parts that usually break a law over time, in training mode and before it
+BATCH_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
+    " module.{path}.eval()",
+)
+CONVOLUTIONS = (
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
+    "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
+    " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
+    " of (kernel_size - 1) * dilation over the convolutions, one after another",
+)
 
 
 class _Code(str):
@@ -119,13 +111,12 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
             " evaluation mode if it is one of training: tt.carry(module.eval(), x)."
         )
     what, advice = LAWS[law.name]
-    is_over_time = law.name in ("causal", "whole", "long", "last") and not c.context
+    kinds, text = BATCH_NORMS if law.training else CONVOLUTIONS
+    is_over_time = law.name in OVER_TIME or (law.training and law.name == "lanes")
     for path, part in reversed([*module.named_modules()]):
-        for kinds, text in CAUSES.items():
-            matters = law.training if kinds == BATCH_NORMS else is_over_time
-            if law.name in OVER_TIME and matters and isinstance(part, kinds):
-                cause = text.format(path=path, past=reach_of(module))
-                advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
+        if isinstance(part, kinds) and is_over_time and not c.context:
+            cause = text.format(path=path, past=reach_of(module))
+            advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
     return (
         f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is"
         f" {c.where or 'what call takes'}). {advice}."

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import (
-    LEARNED,
     OWN,
     UNITS,
     ZEROS,
     Convention,
     ModuleAdapter,
     layer_zeros,
-    learned_start,
 )
 from throughtime.carry._inside import (
     RECURRENT,
@@ -326,17 +324,13 @@ class Search:
         if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        is_learned = c.arguments and learned_start(self.module, 1) != ()
-        return [*self.own_methods, None, *[ZEROS] * bool(has_layer), *[LEARNED] * bool(is_learned)]
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
         parts, x = (x[:2], x[:3]), x if base.unit == "chunk" else x[:1]
         for start in self._starts(base):
-            is_learned = start == LEARNED
-            if is_learned and all(not f.law or f.law.name != "start" for f in self.failures):
-                continue
-            first = replace(base, start=None if is_learned else start)
+            first = replace(base, start=start)
             try:
                 changed = self._changed(first, *parts)
                 kept = tuple(key for key, is_fixed in changed.items() if is_fixed)

@@ -275,7 +275,7 @@ def _read_forward(module: nn.Module, *, takes_state: bool) -> Structure:
     single = len(states) == 1
     state = states[0] if single else tuple(states)
     reader = _Reader(iter(states) if takes_state else repeat(None))
-    result = reader.run(module, "forward", reader.flow, *[state] * takes_state)
+    result = reader.run(module, reader.flow, *[state] * takes_state)
     flow, after = result if takes_state else (result, ())
     leaving = [after] if single else [*after]
     if flow is not reader.flow or (takes_state and leaving != reader.leaving):
@@ -338,15 +338,15 @@ class _Reader:
         self._states, self.leaving = states, list[Any]()
         self._advance()
 
-    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of a method of a module of the user's."""
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The result of the forward of a module of the user's."""
         kind, read = type(module), self.guards.read
-        function = read(attrgetter(name), kind)
+        function = read(attrgetter("forward"), kind)
         code = read(attrgetter("__code__"), function)
         defaults = read(attrgetter("__defaults__"), function)
         is_known = (
-            function is inspect.getattr_static(kind, name)
-            and name not in vars(module)
+            function is inspect.getattr_static(kind, "forward")
+            and "forward" not in vars(module)
             and _calls(kind) == _calls(nn.Module)
             and {*map(type, defaults or ())} <= PLAIN
         )
@@ -359,7 +359,7 @@ class _Reader:
                 names[key] = self._known(values, key)
         # a copy: Python writes what it learns about the names into the code. Of a closure, and of
         # defaults by keyword, nothing is passed on.
-        twin = FunctionType(code.replace(), names, name, defaults)
+        twin = FunctionType(code.replace(), names, None, defaults)
         return twin(self._symbol(module), *args, **kwargs)
 
     def _then(self, target: Any, x: object, *args: Any, **kwargs: Any) -> Any:
@@ -394,10 +394,8 @@ class _Reader:
         value = self.guards.read(values.get, name)
         if name in values and type(value) in PLAIN and not hasattr(kind, name):
             return value
-        if name in values or hasattr(nn.Module, name):
+        if name in values or hasattr(kind, name):
             raise UnknownError
-        if hasattr(kind, name):
-            return partial(self.run, module, name)
         return self._symbol(module._modules[name])
 
     def _known(self, values: Mapping[str, Any], name: str) -> Any:
@@ -412,7 +410,7 @@ class _Reader:
         if isinstance(module, nn.RNNBase):
             return self._call_layer(module, *args, **kwargs)
         if any(map(is_foreign, module.modules())):
-            return self.run(module, "forward", *args, **kwargs)
+            return self.run(module, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         return x if _is_identity(module, self.guards) else self._then(module, x)
 
