@@ -27,10 +27,10 @@ from throughtime.state import State
 Key: TypeAlias = tuple[str, str]  # of an attribute: the path of its module, its name
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 MISSING = object()  # the value of an attribute that a module does not have yet
-INPUT_NAMES = {
-    *("x", "input", "inputs", "obs", "observation", "observations", "data", "input_tensor", "like"),
-    *("emb", "tokens", "features", "sequence", "seq", "frame", "signal", "u"),
-}
+INPUT_NAME = re.compile(
+    "x|inputs?|obs|observations?|data|input_tensor|like|emb|tokens|features|seq|sequence|frame|u"
+    "|signal"
+)
 STATE_NAME = re.compile(
     r"^[sm]$|(^|_)(h|c|hx|cx|hxs|h0|c0|hc|mems|syn|cache|carry|past|context|buffer|hid\w*|state\w*"
     r"|cell\w*|mem\w*)(_|$)"
@@ -71,9 +71,9 @@ def ancestors(tensor: Tensor, beside: Any = None) -> set[Any]:
 def is_turned(parameters: list[inspect.Parameter]) -> bool:
     """Whether a method takes its state before its inputs, by their names: no law would show it."""
     first, second = [*(p.name for p in parameters), "", ""][:2]
-    if first in INPUT_NAMES or not second:
+    if INPUT_NAME.fullmatch(first) or not second:
         return False
-    return second in INPUT_NAMES or names_state(first) > names_state(second)
+    return bool(INPUT_NAME.fullmatch(second)) or names_state(first) > names_state(second)
 
 
 def plain_name(name: str) -> str:

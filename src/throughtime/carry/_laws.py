@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,8 @@ class Runs:
         self.adapter, self.module, self.is_training = adapter, module, training is not None
         set_modes(module, training)
         self.restore = Snapshot(module).restore  # puts attributes, buffers and modes back
+        # of a call: in training, dropout and random numbers are constants
+        self.randomness = ConstantRandomness if training is not None else nullcontext[None]
         self.starts = [adapter.initial_state(lanes) for _ in range(2)]
 
     def __call__(
@@ -209,7 +211,7 @@ class Runs:
             if self.is_training:
                 self.restore()
                 random.seed(0)
-            with self.constant_randomness():
+            with self.randomness():
                 y, state = self.adapter.run(part, state)
             outputs.append(y)
         y = torch.cat(outputs)
@@ -217,17 +219,13 @@ class Runs:
             raise FloatingPointError("the outputs are not finite")
         return y, state
 
-    def constant_randomness(self) -> Any:
-        """The context of a call: in training, dropout and random numbers are constants."""
-        return ConstantRandomness() if self.is_training else nullcontext()
-
     def own(self, x: Tensor, start: Any, unit: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
         adapter, c = self.adapter, self.adapter.convention
         self.restore()
         adapter.convention = replace(c, context=0, start=start, unit=unit)
         try:
-            with self.constant_randomness():
+            with self.randomness():
                 return adapter.first_call(x)
         finally:
             adapter.convention = c
@@ -282,12 +280,9 @@ def measured(
         yield Law(name, deviation, allowed, error, runs.is_training)
 
 
-Laws: TypeAlias = dict[str, Callable[[], float]]
-
-
 def _of_any(
     runs: Runs, x: Tensor, lengths: list[int], whole: Any, limits: tuple[float, float]
-) -> Laws:
+) -> dict[str, Callable[[], float]]:
     """The laws of any adapter.
 
     Args:

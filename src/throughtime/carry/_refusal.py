@@ -39,14 +39,18 @@ OVER_TIME = ("causal", "whole", "long", "last")
 # parts that usually break a law over time, in training mode and before it
 BATCH_NORMS = (
     nn.modules.batchnorm._BatchNorm,
-    "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
-    " module.{path}.eval()",
+    (
+        "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
+        " module.{path}.eval()"
+    ),
 )
 CONVOLUTIONS = (
     (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
-    "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
-    " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
-    " of (kernel_size - 1) * dilation over the convolutions, one after another",
+    (
+        "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
+        " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
+        " of (kernel_size - 1) * dilation over the convolutions, one after another"
+    ),
 )
 
 
@@ -118,7 +122,7 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
             cause = text.format(path=path, past=reach_of(module))
             advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
     return (
-        f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is"
+        f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is in"
         f" {c.where or 'what call takes'}). {advice}."
     )
 

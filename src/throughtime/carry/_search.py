@@ -411,18 +411,16 @@ class Search:
         Raises:
             MisfitError: it may be turned.
         """
-        rows = returned_names(self.module.forward), [*c.arguments]
-        plain = [[*map(plain_name, row)] for row in rows]
-        names, arguments = plain if len({*plain[1]}) == len(plain[1]) else rows
-        own = [n for n in names if n in arguments]
-        own = own[-len({*own}) :]
+        names = [*map(plain_name, returned_names(self.module.forward))]
+        taken = [n for n in map(plain_name, c.arguments) if n in names]
+        given = [n for n in names if n in taken][-len(taken) :]
         y, after = item_at(result, choices[0][0].path), trees.tensors(state)
         last, node = after[-1], y.grad_fn
         is_turned = len(after) == 1 and c.output is None and node in ancestors(last)
         is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
         self.is_turned |= is_turned
-        is_turned = names[-1] != own[-1] if own else is_turned and difference(y, last) != 0
-        if own != [n for n in arguments if n in own] or (is_turned and y.shape == last.shape):
+        is_turned = names[-1] != given[-1] if given else is_turned and difference(y, last) != 0
+        if given != taken or (is_turned and y.shape == last.shape):
             raise MisfitError(
                 "it returns its state before its outputs, or states in another order than the"
                 " arguments, as it seems, and no law tells tensors of one shape apart"

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
@@ -144,9 +143,8 @@ class Carried(nn.Module):
         """Outputs for every step, and the state after the last one.
 
         Args:
-            x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane
-                as floating `(T, D)` or integer `(T,)`.
-            state: the state entering the first step, one row per lane (one lane if unbatched).
+            x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them.
+            state: the state entering the first step, one row per lane.
             resets: `(T, B)` bool, true where the state entering the step is the initial state. On
                 a device they are read, which waits for it; those of a chunk are not.
 
@@ -156,12 +154,14 @@ class Carried(nn.Module):
 
         Raises:
             StateError: a state of another structure or number of lanes.
-            DataError: resets of another shape, or no steps.
+            DataError: resets of another shape, no steps, or no dimension for lanes.
             ModelError: the module broke its contract.
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
-            y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
-            return tree_map(lambda item: item.squeeze(1), y), state
+            raise DataError(
+                f"the inputs {tuple(x.shape)} have no lanes, expected (T, B, ...): for one lane"
+                " write x.unsqueeze(1)"
+            )
         self.prepare(x)
         lanes = x.shape[1]
         if state is None:
@@ -221,14 +221,12 @@ class Carried(nn.Module):
             return
         weights = [*self.module.parameters()]
         own, width = x.shape[-1], next((w.shape[-1] for w in weights if w.dim() == 2), 0)
-        if x.is_floating_point() and width not in (0, own):
-            text = (
-                f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}"
-            )
-            if isinstance(error, ModelError):
-                error.add_note(f"throughtime: it may be that {text}")
-            elif not isinstance(self.adapter, ModuleAdapter):  # it was measured with this width
-                raise DataError(f"{text}: write inputs of shape (..., {width})") from error
+        is_measured = isinstance(self.adapter, ModuleAdapter) or isinstance(error, ModelError)
+        if x.is_floating_point() and width not in (0, own) and not is_measured:
+            raise DataError(
+                f"the inputs have {counted(own, 'feature')} in each step, the net expects"
+                f" {width}: write inputs of shape (..., {width})"
+            ) from error
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
             if expected != shapes_of(state):

@@ -46,7 +46,7 @@ class UnknownAdapter(Adapter):
             " fully_shard(net)"
         )
 
-    initial_state = run
+    initial_state = run  # pyright: ignore[reportAssignmentType]
 
 
 class StandardiseAdapter(Adapter):
