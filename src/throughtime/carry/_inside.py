@@ -59,13 +59,13 @@ def returned_names(method: Any) -> list[str]:
 
 def ancestors(tensor: Tensor, beside: Any = None) -> set[Any]:
     """The nodes of the graph from which a tensor was computed, not by way of one of them."""
-    found, pending = set[Any](), [tensor.grad_fn]
+    nodes, pending = set[Any](), [tensor.grad_fn]
     while pending:
         node = pending.pop()
-        if node is not None and node is not beside and node not in found:
-            found.add(node)
+        if node is not None and node is not beside and node not in nodes:
+            nodes.add(node)
             pending += [before for before, _ in node.next_functions]
-    return found
+    return nodes
 
 
 def is_turned(parameters: list[inspect.Parameter]) -> bool:

@@ -185,8 +185,8 @@ def _call(search: Search) -> str:
     if not states:
         return ""
     values |= {n: f"state[{i}]" for i, n in enumerate(states) if states[1:]}
-    given = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
-    call = f"m{name}({', '.join(given)})" + "[::-1]" * search.is_turned
+    passed = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
+    call = f"m{name}({', '.join(passed)})" + "[::-1]" * search.is_turned
     if states[1:]:
         method = getattr(search.module, name[1:] or "forward")
         known = {plain_name(n): n for n in states}

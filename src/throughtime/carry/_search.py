@@ -79,7 +79,8 @@ NEAR = ("value", "credit", "long", "random")  # the way is right, the module is 
 PATIENCE, REPORT = 10.0, 2.0
 # methods that say the start
 STARTS = re.compile(
-    r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty|creat|new|default)"
+    r"(?!.*(weight|param))_*(get_|make_)?"
+    r"(init|begin|zero|start|reset|alloc|empty|creat|new|default)"
 )
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
@@ -413,14 +414,16 @@ class Search:
         """
         names = [*map(plain_name, returned_names(self.module.forward))]
         taken = [n for n in map(plain_name, c.arguments) if n in names]
-        given = [n for n in names if n in taken][-len(taken) :]
+        returned = [n for n in names if n in taken][-len(taken) :]
         y, after = item_at(result, choices[0][0].path), trees.tensors(state)
         last, node = after[-1], y.grad_fn
         is_turned = len(after) == 1 and c.output is None and node in ancestors(last)
         is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
         self.is_turned |= is_turned
-        is_turned = names[-1] != given[-1] if given else is_turned and difference(y, last) != 0
-        if given != taken or (is_turned and y.shape == last.shape):
+        is_turned = (
+            names[-1] != returned[-1] if returned else is_turned and difference(y, last) != 0
+        )
+        if returned != taken or (is_turned and y.shape == last.shape):
             raise MisfitError(
                 "it returns its state before its outputs, or states in another order than the"
                 " arguments, as it seems, and no law tells tensors of one shape apart"
