@@ -396,6 +396,7 @@ def author_of_swapped(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     ("make", "author"),
     [
         (HiddenFirst, author_of_hidden_first),
+        (lambda: HiddenFirst().requires_grad_(False), author_of_hidden_first),
         (HiddenTakenFirst, author_of_hidden_taken_first),
         (Swapped, author_of_swapped),
     ],

@@ -407,7 +407,7 @@ class Search:
 
         The last item is the state, and several are in the order of the arguments. That is not so
         if the forward returns its arguments' names in another order; or, without these names, if
-        all of the last item is computed from the outputs.
+        all of the last item is computed from the outputs, or the outputs have no graph.
 
         Raises:
             MisfitError: it may be turned.
@@ -417,7 +417,7 @@ class Search:
         returned = [n for n in names if n in taken][-len(taken) :]
         y, after = item_at(result, choices[0][0].path), trees.tensors(state)
         last, node = after[-1], y.grad_fn
-        is_turned = len(after) == 1 and c.output is None and node in ancestors(last)
+        is_turned = len(after) == 1 and c.output is None and node in (None, *ancestors(last))
         is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
         self.is_turned |= is_turned
         is_turned = (
