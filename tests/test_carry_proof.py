@@ -80,9 +80,11 @@ class LearnedByHand(nn.Module):
         return torch.stack(outputs), h
 
 
-def test_a_start_that_no_layer_shows_is_asked_for_by_its_name_and_taken_without_lanes() -> None:
+def test_a_start_that_no_layer_shows_is_asked_for_and_taken_without_lanes() -> None:
     module, x = LearnedByHand(), inputs()
-    with pytest.raises(ModelError, match=r"start=lambda m, lanes: m\.h0"):
+    with pytest.raises(
+        ModelError, match=r"start=lambda m, lanes: torch\.full\(\(lanes, 8\), VALUE"
+    ):
         tt.carry(module, x)
     net = tt.carry(module, x, start=lambda m, lanes: m.h0)  # noqa: ARG005
     y, _ = in_chunks(net, x, (3, 4))
@@ -637,7 +639,7 @@ class Conditioned(nn.Module):
 
 def test_a_second_input_is_named_with_the_line_that_splits_the_inputs() -> None:
     x = torch.randn(STEPS, LANES, INPUTS)
-    with pytest.raises(ModelError, match=r"inputs=lambda x: \(x, x\[\.\.\., N:"):
+    with pytest.raises(ModelError, match=r"inputs=lambda x: \(x\[\.\.\., :N\], x\[\.\.\., N:"):
         tt.carry(Conditioned(), x)
     module, h, expected = Conditioned(), torch.zeros(LANES, UNITS), list[Tensor]()
     for step in x:

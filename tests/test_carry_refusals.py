@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "detached attribute",
         KeepsHidden,
-        r"the state is attribute hidden.*Remove .detach\(\)",
+        r"the state is in hidden.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
     ("shared state", SharedState, r"state leaf '1' has shape \(1,\) and \(1,\) for 3 and 2 lanes"),

@@ -259,7 +259,8 @@ def test_lines_are_those_that_work() -> None:
         return str(error.value)
 
     assert "torch.full((lanes, 4), VALUE)" in said(Starting())  # zeros were tried
-    assert "context=10" in said(Convolutions())
+    assert "pad the inputs once" in said(Convolutions())
+    assert "Write: tt.carry(module, context=4)" in said(Unpadded())
     text = said(Policy(), call=lambda m, x, state: m(x, state), start=torch.zeros(4))
     assert "call returned 3 items, expected (outputs, next state)" in text
     assert "Write:" not in text
@@ -319,30 +320,6 @@ def test_the_line_for_a_step_names_the_method_that_makes_its_state() -> None:
     assert float((net(x, net.initial_state(LANES))[0] - module(x)).detach().abs().max()) < EXACT
 
 
-class Joined(nn.Module):
-    """Keeps h and c in one tensor, as agents do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(FEATURES, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        h, c = self.cell(x, (memory[:, :4], memory[:, 4:]))
-        return self.head(h), torch.cat([h, c], 1)
-
-
-def test_h_and_c_may_be_one_tensor() -> None:
-    module, x = Joined(), inputs()
-    net = tt.carry(module, x)
-    memory, wanted = torch.zeros(LANES, 8), list[Tensor]()
-    for step in x:
-        y, memory = module(step, memory)
-        wanted.append(y)
-    assert torch.equal(net.initial_state(2), torch.zeros(2, 8))
-    got, _ = net(x, net.initial_state(LANES))
-    assert float((got - torch.stack(wanted)).detach().abs().max()) < EXACT
-
-
 class ProjectsState(nn.Module):
     """What a chunk receives is no longer what the one before returned."""
 
@@ -357,3 +334,144 @@ class ProjectsState(nn.Module):
 def test_layers_inside_do_not_hide_what_a_module_does_to_its_state() -> None:
     with pytest.raises(ModelError, match="ProjectsState cannot be carried"):
         tt.carry(ProjectsState(), inputs())
+
+
+# ------------------------------------------------------------ results that may be turned
+
+
+class HiddenFirst(nn.Module):
+    """Returns the state before outputs that have its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(FEATURES + 4, 4), nn.Linear(4, 4)
+
+    def init_hidden(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, 4)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.into(torch.cat([x, hidden], 1)))
+        return hidden, self.out(hidden)
+
+
+class HiddenTakenFirst(nn.Module):
+    """Takes the state before the inputs, and returns it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(FEATURES, 4), nn.Linear(4, 4)
+
+    def forward(self, prev_hidden: Tensor, obs: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(obs, prev_hidden)
+        return self.out(h), h
+
+
+class Swapped(nn.Module):
+    """Returns its two states in another order than it takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(FEATURES, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h_new, c_new = self.cell(x, (h, c))
+        return self.out(h_new), c_new, h_new
+
+
+def author_of_hidden_first(module: Any, x: Tensor, h: Any) -> tuple[Tensor, Any]:
+    h, y = module(x, torch.zeros(LANES, 4) if h is None else h)
+    return y, h
+
+
+def author_of_hidden_taken_first(module: Any, x: Tensor, h: Any) -> tuple[Tensor, Any]:
+    return module(torch.zeros(LANES, 4) if h is None else h, x)
+
+
+def author_of_swapped(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    y, c, h = module(x, *((torch.zeros(LANES, 4),) * 2 if state is None else state))
+    return y, (h, c)
+
+
+@pytest.mark.parametrize(
+    ("make", "author"),
+    [
+        (HiddenFirst, author_of_hidden_first),
+        (lambda: HiddenFirst().requires_grad_(False), author_of_hidden_first),
+        (HiddenTakenFirst, author_of_hidden_taken_first),
+        (Swapped, author_of_swapped),
+    ],
+)
+def test_where_a_result_may_be_turned_the_line_says_how(
+    make: Callable[[], nn.Module], author: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = make(), inputs()
+    with pytest.raises(ModelError) as refused:
+        tt.carry(module, x)
+    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
+    state, wanted = None, list[Tensor]()
+    for step in x:
+        y, state = author(module, step, state)
+        wanted.append(y)
+    net = tt.carry(module, x, **eval(f"dict({line})"))
+    got, _ = net(x, net.initial_state(LANES))
+    assert float((got - torch.stack(wanted)).detach().abs().max()) < EXACT
+    if make is not HiddenTakenFirst:
+        monkeypatch.setattr(_search.Search, "_check_order", lambda *_: None)
+        net = tt.carry(make(), x)  # accepted, and wrong: the question is needed
+        got, _ = net(x, net.initial_state(LANES))
+        assert float((got - torch.stack(wanted)).detach().abs().max()) > EXACT
+
+
+class MeanState(nn.Module):
+    """What it returns as its state is a mean over the steps of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, _ = self.gru(x, h)
+        return y, y.mean(0, keepdim=True)
+
+
+class Halves(nn.Module):
+    """Halves its attribute at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, 4)
+        self.h: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.h = self.gru(x, self.h if self.h is None else self.h / 2)
+        return y
+
+
+@pytest.mark.parametrize("make", [MeanState, Halves])
+def test_a_state_that_depends_on_the_lengths_of_calls_is_refused(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError, match="chunks with the state carried do not give"):
+        tt.carry(make(), inputs())
+    monkeypatch.setattr(_search.Search, "_is_broken", lambda *_: False)
+    tt.carry(make(), inputs())  # by its layers inside: accepted, and not as its author calls it
+
+
+class StartsFromInputs(nn.Module):
+    """Its start is computed from the first inputs; no parameter of it is the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init, self.cell = nn.Linear(FEATURES, 4), nn.GRUCell(FEATURES, 4)
+        self.h0 = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, h: Any = None) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, self.init(x) * self.h0 if h is None else h)
+        return h, h
+
+
+def test_a_parameter_is_no_start_because_of_its_name() -> None:
+    with pytest.raises(ModelError, match="than from the start that was tried") as refused:
+        tt.carry(StartsFromInputs(), inputs())
+    assert "m.h0" not in str(refused.value)
+    assert "m.init" not in str(refused.value)

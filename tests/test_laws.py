@@ -24,8 +24,8 @@ from throughtime.errors import LawError, ModelError
 from throughtime.testing import check_carry
 
 LAWS = [
-    *("repeat", "value", "inputs", "causal", "lanes"),
-    *("shape", "whole", "memory", "credit", "reset"),
+    *("repeat", "value", "inputs", "memory", "causal", "lanes"),
+    *("shape", "whole", "credit", "reset"),
 ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime._device import fork_rng
 from throughtime.carry._inside import (
-    INPUT_NAMES,
+    INPUT_NAME,
     MISSING,
     RECURRENT,
     Key,
@@ -48,10 +48,9 @@ from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
-Unit = Literal["chunk", "step", "last"]
 _setting = threading.RLock()  # held while attributes of a module hold the state of one call
 PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
-UNITS: tuple[Unit, ...] = ("chunk", "step", "last")
+UNITS = ("chunk", "step", "last")
 OWN = "what the module itself starts from"
 
 
@@ -153,7 +152,7 @@ class Convention:
     context: int = 0
     batch_first: bool | None = None
     start: str | tuple[Any] | None = None
-    unit: Unit = "chunk"
+    unit: str = "chunk"
     order: Order = TIME_FIRST
     drop: bool = False
     arguments: tuple[str, ...] = ()
@@ -176,12 +175,8 @@ class Convention:
 
     @property
     def where(self) -> str:
-        """Where the state is."""
-        if self.arguments:
-            return f"argument {', '.join(self.arguments)}"
-        if self.layers:
-            return f"the hidden state of {', '.join(map(repr, self.layers))}"
-        return f"attribute {', '.join(map(key_name, self.attributes))}" * bool(self.attributes)
+        """Where the state is: names of arguments, layers or attributes."""
+        return ", ".join([*self.arguments, *self.layers, *map(key_name, self.attributes)])
 
     def arrange(self, x: Tensor) -> tuple[Any, ...]:
         """The arguments for inputs of the chunk, or of one step."""
@@ -217,14 +212,13 @@ class ModuleAdapter(Adapter):
         self.convention, self.example = convention, torch.zeros_like(x[:1, :1])
         is_row = convention.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
-        self._hooks = LayerHooks(module, convention.layers) if convention.layers else None
+        self._hooks = LayerHooks(module, convention.layers)
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
 
     def close(self) -> None:
         """Remove the hooks."""
-        if self._hooks is not None:
-            self._hooks.remove()
+        self._hooks.remove()
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
@@ -289,16 +283,20 @@ class ModuleAdapter(Adapter):
             return start
         x = self.inputs(lanes)
         if c.start == OWN:
-            call = LayerCall({}, 1)
-            with fork_rng(x.device):
-                self._invoke(x, call)
-            return call.passed
+            return self.recorded(x).passed
         with self._holding(None):
             start = call_method(module, c.start, lanes, c.arrange(c.parts(x)[0])[0])
             if c.attributes:
                 set_attributes(module, {} if start is None else {c.attributes[0]: start})
                 start = self._attributes()
         return start
+
+    def recorded(self, x: Tensor) -> LayerCall:
+        """What the layers of the module get and return in a call of its own."""
+        call = LayerCall({}, len(x))
+        with fork_rng(x.device):
+            self._invoke(x, call)
+        return call
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that hold a state, by name; None for those not made yet."""
@@ -381,7 +379,7 @@ class ModuleAdapter(Adapter):
                     return result
                 what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
                 raise MisfitError(f"call returned {what}, expected (outputs, next state)")
-            if self._hooks is not None:
+            if c.layers:
                 call = state
                 if not isinstance(state, LayerCall):
                     states = {} if state is None else {name: state[name] for name in c.layers}
@@ -460,12 +458,7 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-def joined_zeros(module: nn.Module, lanes: int) -> Tensor:
-    """That state as one tensor: `(lanes, 2H)` of an LSTM, as agents keep it."""
-    return torch.cat(trees.tensors(layer_zeros(module, lanes)), -1)
-
-
-ZEROS = ((layer_zeros,), (joined_zeros,))  # the starts that are guessed, as ones of the user's
+ZEROS = (layer_zeros,)  # a start that is guessed, as one of the user's
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:
@@ -478,12 +471,10 @@ def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> St
         lanes: B.
         example: inputs as the module takes them.
     """
-    method = getattr(module, name)
-    values: dict[str, Any] = dict.fromkeys(INPUT_NAMES, example) | {"device": example.device}
-    return method(
-        **{
-            p.name: None if names_state(p.name) else values.get(p.name, lanes)
-            for p in parameters_of(method)
-            if p.default is p.empty or "batch" in p.name
-        }
-    )
+    method, values = getattr(module, name), {}
+    for p in parameters_of(method):
+        if p.default is p.empty or "batch" in p.name:
+            value: Any = example if INPUT_NAME.fullmatch(p.name) else lanes
+            value = example.device if p.name == "device" else value
+            values[p.name] = None if names_state(p.name) else value
+    return method(**values)

@@ -7,8 +7,10 @@ takes the state that was carried, and the state that its last call returns is ca
 Shapes: `T` steps, `B` lanes.
 """
 
+import dis
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,10 +27,10 @@ from throughtime.state import State
 Key: TypeAlias = tuple[str, str]  # of an attribute: the path of its module, its name
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 MISSING = object()  # the value of an attribute that a module does not have yet
-INPUT_NAMES = {
-    *("x", "input", "inputs", "obs", "observation", "observations", "data", "input_tensor", "like"),
-    *("emb", "tokens", "features", "sequence", "seq", "frame", "signal", "u"),
-}
+INPUT_NAME = re.compile(
+    "x|inputs?|obs|observations?|data|input_tensor|like|emb|tokens|features|seq|sequence|frame|u"
+    "|signal"
+)
 STATE_NAME = re.compile(
     r"^[sm]$|(^|_)(h|c|hx|cx|hxs|h0|c0|hc|mems|syn|cache|carry|past|context|buffer|hid\w*|state\w*"
     r"|cell\w*|mem\w*)(_|$)"
@@ -43,18 +45,46 @@ def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(method).parameters.values() if p.kind not in variable]
 
 
+def returned_names(method: Any) -> list[str]:
+    """The local names at the end of what a method returns last: `[y, h, c]` of `y, (h, c)`."""
+    names: list[str] = []
+    code: Any = getattr(inspect.unwrap(method), "__code__", "")  # of a function of Python
+    for step in reversed([*dis.get_instructions(code)]):
+        if step.opname.startswith("LOAD_FAST"):
+            names = [*([step.argval] if isinstance(step.argval, str) else step.argval), *names]
+        elif names or step.opname not in ("RETURN_VALUE", "BUILD_TUPLE"):
+            break
+    return names
+
+
+def ancestors(tensor: Tensor, beside: Any = None) -> set[Any]:
+    """The nodes of the graph from which a tensor was computed, not by way of one of them."""
+    nodes, pending = set[Any](), [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node is not beside and node not in nodes:
+            nodes.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return nodes
+
+
 def is_turned(parameters: list[inspect.Parameter]) -> bool:
     """Whether a method takes its state before its inputs, by their names: no law would show it."""
     first, second = [*(p.name for p in parameters), "", ""][:2]
-    if first in INPUT_NAMES or not second:
+    if INPUT_NAME.fullmatch(first) or not second:
         return False
-    return second in INPUT_NAMES or names_state(first) > names_state(second)
+    return bool(INPUT_NAME.fullmatch(second)) or names_state(first) > names_state(second)
+
+
+def plain_name(name: str) -> str:
+    """The name of a state without what says when: `h` of `h_prev`, `h_new`, `h_t` and `h0`."""
+    name = name.lower().strip("_0123456789")
+    return re.sub("prev|init|new|next|_t$", "", name).strip("_0123456789")
 
 
 def names_state(name: str) -> bool:
     """Whether a name is one that people give a state: `hidden`, `h_prev`, `rnn_hxs`, `mems`."""
-    plain = re.sub("prev|init", "", name.lower().strip("_0123456789"))
-    return STATE_NAME.search(plain.strip("_")) is not None
+    return STATE_NAME.search(plain_name(name)) is not None
 
 
 @dataclass(eq=False)
@@ -67,6 +97,7 @@ class LayerCall:
         context: steps that a layer gets before those of this chunk, and must not run again.
         passed: what the module itself passed to the first call of each layer.
         after: what the last call of each layer returned.
+        seen: the steps that each layer has run over.
     """
 
     before: Mapping[str, State]
@@ -74,6 +105,7 @@ class LayerCall:
     context: int = 0
     passed: dict[str, State] = field(default_factory=dict[str, State])
     after: dict[str, State] = field(default_factory=dict[str, State])
+    seen: Counter[str] = field(default_factory=Counter[str])
 
 
 _active: ContextVar[Any] = ContextVar("_active", default=(None, None))  # hooks and their call
@@ -130,15 +162,18 @@ class LayerHooks:
                 )
             return None
         x, *states = *args, *(kwargs.pop(key) for key in ("input", "hx") if key in kwargs)
+        steps = 1
         if isinstance(layer, nn.RNNBase):
             if not isinstance(x, Tensor):
                 raise ModelError(
                     f"layer '{name}' gets a {type(x).__name__}; a stream needs no packing:"
                     " pass the tensor of its steps"
                 )
-            time = int(layer.batch_first)
-            if call.context and x.shape[time] == call.steps:
-                x = x.narrow(time, call.context, call.steps - call.context)
+            time = int(layer.batch_first and x.dim() == 3)
+            steps = x.shape[time]
+            if call.context and steps == call.steps:
+                x = x.narrow(time, call.context, steps - call.context)
+        call.seen[name] += steps
         if name in call.after:
             return (x, *states), kwargs
         if name in call.before:
@@ -155,37 +190,6 @@ class LayerHooks:
 
 
 # ---------------------------------------------------------------- what one call shows
-
-
-def layers_over_time(
-    module: nn.Module, forward: Callable[[], Any], steps: tuple[int, ...]
-) -> tuple[str, ...]:
-    """The layers and cells of torch.nn that one call of `forward` runs over so many steps."""
-    calls: dict[str, list[Any]] = {}
-
-    def record(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(name, []).append((*args, kwargs.get("input"))[0])
-
-    parts = {n: part for n, part in module.named_modules() if n and isinstance(part, RECURRENT)}
-    handles = [
-        part.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, part in parts.items()
-    ]
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(name for name, xs in calls.items() if _runs_over(parts[name], xs, steps))
-
-
-def _runs_over(part: nn.RNNBase | nn.RNNCellBase, xs: list[Any], steps: tuple[int, ...]) -> bool:
-    """Whether a layer or cell that was called with `xs` runs over the steps, forward in time."""
-    if isinstance(part, nn.RNNCellBase):
-        return len(xs) in steps and steps[0] > 1
-    # it may run over another dimension, such as frequency
-    is_batch = len(xs) == 1 and isinstance(xs[0], Tensor) and xs[0].dim() == 3
-    return not part.bidirectional and (not is_batch or xs[0].shape[int(part.batch_first)] in steps)
 
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()

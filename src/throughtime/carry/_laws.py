@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +96,9 @@ LAWS: dict[str, Sentences] = {
     "whole": Sentences(
         "chunks with the state carried do not give what one call gives",
         "Something is kept outside the state, or is not kept: past steps of a convolution (write"
-        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
-        " over time, a variable of forward, a state after dropout. Let forward(x, state) return"
-        " (y, state) with all that it needs; dropout belongs on outputs",
+        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or"
+        " normalisation over time, a variable of forward, a state after dropout. Let forward(x,"
+        " state) return (y, state) with all that it needs; dropout belongs on outputs",
     ),
     "memory": Sentences(
         "its outputs do not depend on the state that it gets",
@@ -138,7 +138,7 @@ LAWS: dict[str, Sentences] = {
     ),
 }
 # Measured on any adapter
-MEASURED = ("repeat", "value", "inputs", "causal", "lanes", "shape", "whole", "memory", "credit")
+MEASURED = ("repeat", "value", "inputs", "memory", "causal", "lanes", "shape", "whole", "credit")
 EXACT = ("random", "value", "inputs", "memory", "shape")
 GRADIENTS = ("credit", "start", "last", "kept")  # measured with a graph
 # The exceptions that a module raises for inputs or a state that do not fit it.
@@ -187,6 +187,8 @@ class Runs:
         self.adapter, self.module, self.is_training = adapter, module, training is not None
         set_modes(module, training)
         self.restore = Snapshot(module).restore  # puts attributes, buffers and modes back
+        # of a call: in training, dropout and random numbers are constants
+        self.randomness = ConstantRandomness if training is not None else nullcontext[None]
         self.starts = [adapter.initial_state(lanes) for _ in range(2)]
 
     def __call__(
@@ -209,7 +211,7 @@ class Runs:
             if self.is_training:
                 self.restore()
                 random.seed(0)
-            with self.constant_randomness():
+            with self.randomness():
                 y, state = self.adapter.run(part, state)
             outputs.append(y)
         y = torch.cat(outputs)
@@ -217,17 +219,13 @@ class Runs:
             raise FloatingPointError("the outputs are not finite")
         return y, state
 
-    def constant_randomness(self) -> Any:
-        """The context of a call: in training, dropout and random numbers are constants."""
-        return ConstantRandomness() if self.is_training else nullcontext()
-
     def own(self, x: Tensor, start: Any, unit: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
         adapter, c = self.adapter, self.adapter.convention
         self.restore()
         adapter.convention = replace(c, context=0, start=start, unit=unit)
         try:
-            with self.constant_randomness():
+            with self.randomness():
                 return adapter.first_call(x)
         finally:
             adapter.convention = c
@@ -282,12 +280,9 @@ def measured(
         yield Law(name, deviation, allowed, error, runs.is_training)
 
 
-Laws: TypeAlias = dict[str, Callable[[], float]]
-
-
 def _of_any(
     runs: Runs, x: Tensor, lengths: list[int], whole: Any, limits: tuple[float, float]
-) -> Laws:
+) -> dict[str, Callable[[], float]]:
     """The laws of any adapter.
 
     Args:
@@ -346,7 +341,7 @@ def _of_any(
         "lanes": mixed,
         "shape": lambda: 0.0 if shapes[1:] == shapes[:-1] else math.inf,
         "whole": divided,
-        "memory": lambda: max(0.0, limits[1] - difference(runs(late)[0], outputs[lengths[0] :])),
+        "memory": lambda: max(0.0, limits[1] - difference(runs(late)[0], second)),
         "credit": lambda: _credit(runs, x, lengths, limits[0]),
     }
 
@@ -416,10 +411,10 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
 def _own_difference(runs: Runs, x: Tensor) -> float:
     """The difference from the author's own call without a state, if that is possible."""
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, *ZEROS) and not c.attributes:
+    if c.start not in (None, OWN, ZEROS) and not c.attributes:
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
-    for start in (None, c.start) if c.start in ZEROS else (c.start,):
+    for start in (None, c.start) if c.start == ZEROS else (c.start,):
         with suppress(Exception):  # it needs a state
             calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
     if not calls:
@@ -439,11 +434,13 @@ def _last_difference(runs: Runs, x: Any) -> float:
     c = runs.adapter.convention
     if c.unit != "last" or c.context or c.call:
         return 0.0
-    y, (z, _) = item_at(runs.own(x, c.start, "chunk")[0], c.outputs[0].path), runs(x)
+    (result, own), (z, end) = runs.own(x, c.start, "chunk"), runs(x)
+    y = item_at(result, c.outputs[0].path)
     # all outputs, or the last
     fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
     fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-    return _difference(runs, y, min(fits, key=partial(difference, y), default=z))
+    z = min(fits, key=partial(difference, y), default=z)
+    return _difference(runs, (y, c.lanes.lanes_first(own)), (z, end))
 
 
 def _difference(runs: Runs, y: State, z: State) -> float:

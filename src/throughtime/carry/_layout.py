@@ -195,7 +195,7 @@ class LaneLayout:
 
         Args:
             start: in the layout of the module, of one lane, or without a dimension for lanes. What
-                is None starts at zero; a number is that of all units.
+                is None starts at zero.
             lanes: B.
             weight: of the module.
 
@@ -204,8 +204,6 @@ class LaneLayout:
         """
         paths = [path for path, _ in tensor_paths(self.example)]
         values = dict(trees._by_path(start))
-        if isinstance(start, (int, float)):
-            values = dict.fromkeys(paths, start)
         known = {path for path, leaf in values.items() if leaf is not None}
         # what is None, or empty as a whole, may stand for more of the state
         if known - {*paths} or 0 < len(values) == len(known) < len(paths):

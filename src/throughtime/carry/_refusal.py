@@ -5,44 +5,53 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 
+from throughtime import state as trees
 from throughtime.carry._calls import Convention, layer_zeros
-from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
+from throughtime.carry._inside import (
+    RECURRENT,
+    is_turned,
+    names_state,
+    parameters_of,
+    plain_name,
+    returned_names,
+)
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import ModelError, ThroughtimeError
+from throughtime.state import State
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
-GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
-ZEROS = "zeros(x.shape[:-1])"
-BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-OVER_TIME = ("causal", "lanes", "whole", "long", "last")
-CAUSES = {  # parts that usually break a law over time
-    BATCH_NORMS: (
+DATA, ZEROS = "x[..., N:]", "torch.zeros(lanes, N)"
+LENGTHS, GOES_ON = "torch.full((x.shape[1],), len(x))", "x.new_ones(*x.shape[:-1], 1)"
+CONSTANTS = {  # by the names of parameters; the others are marks that are 0, or 1, at a restart
+    "len": LENGTHS,
+    "mask|not_|nonterminal|continu": GOES_ON,
+    "done|reset|first|begin|start|termin|end": "x.new_zeros(x.shape[:-1])",
+}
+OVER_TIME = ("causal", "whole", "long", "last")
+# parts that usually break a law over time, in training mode and before it
+BATCH_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    (
         "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
         " module.{path}.eval()"
     ),
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d): (
+)
+CONVOLUTIONS = (
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
+    (
         "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
         " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
         " of (kernel_size - 1) * dilation over the convolutions, one after another"
     ),
-    (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer): (
-        "attention over all steps. Keep past keys and values in the state: forward(x, state) -> (y,"
-        " state)"
-    ),
-    (
-        nn.GroupNorm,
-        nn.modules.instancenorm._InstanceNorm,
-    ): "it normalises over time. Normalise the features of each step alone",
-}
+)
 
 
 class _Code(str):
@@ -73,17 +82,14 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
-    nearest = max(search.failures, key=lambda f: f.stage, default=Failure(0, search.base))
+    context = 0 if search.base.context or search.base.call else reach_of(module)
+    line, nearest = "", _nearest(search)
+    if context:
+        other = search.again(context)
+        line, after = f"context={context}" * (other.find() is not None), _nearest(other)
+        nearest = after if after.law and after.law.name == "start" else nearest
     law = nearest.law
     text = broken(module, law, nearest.convention) if law else _uncallable(search, nearest.error)
-    line, start = "", _start(search, nearest)
-    if law is not None and law.name in ("random", "start"):
-        line = f"\nWrite: tt.carry(module, {start})"
-    elif law is None or law.name == "memory":
-        line = (
-            f"\nWrite: tt.carry(module, call=lambda m, x, state: {_call(search)}, {start}), where"
-            " call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
-        ) * (not search.base.call)
     late = (
         f" The search ended after {PATIENCE:.0f} s of processor time, before all ways were tried."
         " With OMP_NUM_THREADS=1 it may take less."
@@ -92,6 +98,10 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
         late += (
             " A layer here returns its outputs only: drop a module that picks them out of a tuple."
         )
+    line = line or _line(search, nearest)
+    line = f"\nWrite: tt.carry(module, {line})" * bool(line)
+    if "call=" in line:
+        line += ", where call returns (outputs, next state) for a step (B, ...) or a chunk"
     return ModelError(f"{name} {text}{late}{line}")
 
 
@@ -105,42 +115,32 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
             " evaluation mode if it is one of training: tt.carry(module.eval(), x)."
         )
     what, advice = LAWS[law.name]
-    is_over_time = law.name in ("causal", "whole", "long", "last") and not c.context
+    kinds, text = BATCH_NORMS if law.training else CONVOLUTIONS
+    is_over_time = law.name in OVER_TIME or (law.training and law.name == "lanes")
     for path, part in reversed([*module.named_modules()]):
-        for kinds, text in CAUSES.items():
-            matters = law.training if kinds == BATCH_NORMS else is_over_time
-            if law.name in OVER_TIME and matters and isinstance(part, kinds):
-                cause = text.format(path=path, past=reach_of(module))
-                advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
+        if isinstance(part, kinds) and is_over_time and not c.context:
+            cause = text.format(path=path, past=reach_of(module))
+            advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
     return (
-        f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is"
+        f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is in"
         f" {c.where or 'what call takes'}). {advice}."
     )
 
 
 def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
-    module, base, past = search.module, search.base, reach_of(search.module)
-    if not has_forward(module) and not base.call:
+    if not has_forward(search.module) and not search.base.call:
         return "has no forward, so the call must be written."
     text = str(error).split("\n")[0]
-    if not isinstance(error, ThroughtimeError):
+    is_foreign = not isinstance(error, ThroughtimeError)
+    if is_foreign:
         text = f"the call that came furthest failed: {type(error).__name__}: {text}"
-    if past and not base.context:
-        text += (
-            ". If it convolves over time, a chunk needs the steps before it, the sum of"
-            f" (kernel_size - 1) * dilation: write tt.carry(module, context={past})"
-        )
-    if base.inputs:
+    if search.base.inputs:
         text += ". inputs= returns what the module takes: x.transpose(0, 1) for (B, T, ...)"
-    elif not base.call:
-        required = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
-        others = ["x[..., N:]" for name in required if not names_state(name)] or ["x[..., N:]"]
-        if "len" in str(required):
-            others = ["torch.full((x.shape[1],), len(x))"]
+    elif is_foreign and not search.base.call:
         text += (
-            f". Several inputs: tt.carry(module, inputs=lambda x: ({', '.join(['x', *others])})),"
-            " those in a dict: inputs=lambda x: {'name': x[..., :N]}"
+            ". Several inputs: tt.carry(module, inputs=lambda x: (x[..., :N], x[..., N:])), those"
+            " in a dict: inputs=lambda x: {'name': x[..., :N]}"
         )
     return f"cannot be carried: {text}."
 
@@ -150,57 +150,96 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (None, nn.Module.forward)
 
 
+def _nearest(search: Search) -> Failure:
+    """The trial that came furthest."""
+    return max(search.failures, key=lambda f: f.stage, default=Failure(0, search.base))
+
+
+def _line(search: Search, nearest: Failure) -> str:
+    """The keywords to write: a start, or a call with one, or inputs; none for another fault."""
+    law, lanes = nearest.law, nearest.convention.lanes
+    if law is not None and law.name in ("random", "start") and lanes.dims:
+        state = lanes.to_module(lanes.fill(None, MARK, None))
+        return _start(state, "torch.full({}, VALUE)" if law.name == "start" else "torch.zeros{}")
+    if search.base.call or not (law is None or law.error or law.name == "memory"):
+        return ""
+    return _call(search)
+
+
 def _call(search: Search) -> str:
-    """A call of a method that takes a state, or of forward."""
-    module, kind = search.module, type(search.module)
-    own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
-    own = [n for n in own if n not in (*search.own_methods, "forward")]
-    steps = [n for n in own if "step" in n or not has_forward(module)]
-    name = f"m.{steps[0]}" if steps else "m"
-    parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
-    if len(parameters) < 2:
-        return "(y, state)"
+    """The keywords with inputs, or a call and a start; none where no argument is a state."""
+    name, parameters = _method(search)
+    if search.base.inputs or not parameters:
+        return ""
     turned = is_turned(parameters)
-    first = parameters.pop(int(turned))
-    states = [p.name for p in parameters if names_state(p.name) and p.default in (None, p.empty)]
-    states = states or [parameters[0].name]
-    # a mark of restarts is a constant: a carried net is restarted by resets
-    passed = {
-        p.name: f"x.new_{'ones(*x.shape[:-1], 1)' if GOES_ON.search(p.name) else ZEROS}"
-        for p in parameters
-        if p.default is p.empty
-    }
-    passed |= {p.name: "True" for p in parameters if p.default is False and ASKS.search(p.name)}
-    passed |= {n: f"state[{i}]" if states[1:] else "state" for i, n in enumerate(states)}
-    rest = [f"{n}={value}" for n, value in passed.items()]
-    line = f"{name}({', '.join([f'{first.name}=x' if turned else 'x', *rest])})"
-    return line + "[::-1]" * turned if len(states) == 1 else f"(lambda y, *s: (y, s))(*{line})"
+    first = parameters.pop(int(turned)).name
+    values = {p.name: value for p in parameters if (value := _value(p))}
+    states, data = ([n for n, v in values.items() if v == kind] for kind in ("state", DATA))
+    x = "x[..., :N]" if data else "x"
+    if LENGTHS in values.values() or (data and [*values][: len(data)] == data):
+        line = f"inputs=lambda x: ({', '.join([x, *(v for v in values.values() if 'x' in v)])})"
+        if not states and len(data) == 1:
+            start = f"tt.carry(module, start=lambda m, lanes: {ZEROS}"
+            line += f"), or, if '{data[0]}' is a state, {start}"
+        return line
+    if not states:
+        return ""
+    values |= {n: f"state[{i}]" for i, n in enumerate(states) if states[1:]}
+    passed = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
+    call = f"m{name}({', '.join(passed)})" + "[::-1]" * search.is_turned
+    if states[1:]:
+        method = getattr(search.module, name[1:] or "forward")
+        known = {plain_name(n): n for n in states}
+        names = [known[n] for n in map(plain_name, returned_names(method)) if n in known]
+        names = names if sorted(names) == sorted(states) else states
+        call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
+    return f"call=lambda m, x, state: {call}, {_start_of(search, len(states), values)}"
 
 
-def _start(search: Search, failure: Failure) -> str:
-    """A start from a method, tensors of the module that have the sizes of the state, or zeros."""
-    module, (_, c, law, _) = search.module, failure
-    if search.own_methods and law is None:
-        return f"start=lambda m, lanes: m.{search.own_methods[0]}(lanes)"
-    states = [layer_zeros(m, MARK) for m in module.modules() if isinstance(m, RECURRENT)]
-    state, names = states[0] if len(states) == 1 else tuple(states), dict[int, list[str]]()
-    if c.lanes.dims and law is not None:
-        state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
-        for n, t in (*module.named_parameters(), *module.named_buffers()):
-            if names_state(n) or re.search("0$|init|start", n):
-                names.setdefault(t.numel() * MARK, []).append(n)
-    elif any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
-        # such a mask is multiplied with it
+def _method(search: Search) -> tuple[str, list[inspect.Parameter]]:
+    """A method that takes a step, as it is called, or nothing for forward; its parameters."""
+    module = search.module
+    own = [n for n, value in vars(type(module)).items() if inspect.isfunction(value)]
+    own = [n for n in own if n[0] != "_" and n not in (*search.own_methods, "forward")]
+    for name in own:
+        if "step" in name or not has_forward(module):
+            return f".{name}", parameters_of(getattr(module, name))
+    return "", parameters_of(module.forward)
+
+
+def _value(p: inspect.Parameter) -> str:
+    """What a call passes for a parameter; nothing for an option.
+
+    Marks of restarts are constants: a net is restarted by resets.
+    """
+    if p.default is False and ASKS.search(p.name):
+        return "True"
+    if names_state(p.name):
+        return "state" * (p.default in (None, p.empty))
+    if p.default is not p.empty:
+        return ""
+    kinds = [value for pattern, value in CONSTANTS.items() if re.search(pattern, p.name)]
+    return [*kinds, DATA][0]
+
+
+def _start_of(search: Search, count: int, values: dict[str, str]) -> str:
+    """The start of so many states: by a method of the module, or zeros, as its only layer has."""
+    module, layers = search.module, [m for m in search.module.modules() if isinstance(m, RECURRENT)]
+    if search.own_methods:
+        maker = search.own_methods[0]
+        lanes = "lanes" * any(p.default is p.empty for p in parameters_of(getattr(module, maker)))
+        return f"start=lambda m, lanes: m.{maker}({lanes})"
+    state = layer_zeros(module, MARK) if len(layers) == 1 else ()
+    if GOES_ON in values.values():  # such a mask is multiplied with it
         state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
+    if len(trees.tensors(state)) in (count, 2 * count):
+        return _start(state)
+    return f"start=lambda m, lanes: {ZEROS if count == 1 else f'({ZEROS},) * {count}'}"
 
-    def text(leaf: Tensor) -> Any:
-        if own := names.get(leaf.numel()):
-            return _Code(f"m.{own.pop(0)}")
-        is_tried = law is not None and law.name == "start"
-        shape = tuple(leaf.shape)
-        return _Code(f"torch.full({shape}, VALUE)" if is_tried else f"torch.zeros{shape}")
 
-    shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
+def _start(state: State, text: str = "torch.zeros{}") -> str:
+    """A start with the sizes of a state of `MARK` lanes, each tensor as a text for its shape."""
+    shown = tree_map(lambda leaf: _Code(text.format(tuple(leaf.shape))), state)
     return f"start=lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 

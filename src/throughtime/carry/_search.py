@@ -20,14 +20,24 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, UNITS, ZEROS, Convention, ModuleAdapter, layer_zeros
+from throughtime.carry._calls import (
+    OWN,
+    UNITS,
+    ZEROS,
+    Convention,
+    ModuleAdapter,
+    layer_zeros,
+)
 from throughtime.carry._inside import (
+    RECURRENT,
     Key,
+    ancestors,
     attributes,
     is_turned,
-    layers_over_time,
     names_state,
     parameters_of,
+    plain_name,
+    returned_names,
 )
 from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
 from throughtime.carry._layout import (
@@ -68,7 +78,10 @@ NEAR = ("value", "credit", "long", "random")  # the way is right, the module is 
 # Seconds of processor time after which a search ends, and says that it goes on.
 PATIENCE, REPORT = 10.0, 2.0
 # methods that say the start
-STARTS = re.compile(r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")
+STARTS = re.compile(
+    r"(?!.*(weight|param))_*(get_|make_)?"
+    r"(init|begin|zero|start|reset|alloc|empty|creat|new|default)"
+)
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
@@ -160,7 +173,7 @@ class Search:
         self.choices: list[Outputs] = []  # more than one where the user must choose
         self.began, self._is_reported = time.thread_time(), False
         self.own_methods = _own_methods(module)
-        self.is_late = False
+        self.is_late = self.is_turned = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
@@ -185,6 +198,13 @@ class Search:
             finally:
                 snapshot.restore()
         return None
+
+    def again(self, context: int) -> "Search":
+        """The same search with a context, in the time that is left."""
+        base = replace(self.base, context=context)
+        other = Search(self.module, self.x, base, self._steps, is_link=self._is_link)
+        other.began = self.began
+        return other
 
     def _note(
         self,
@@ -248,7 +268,7 @@ class Search:
         return not c.context and any(
             law is not None and law.name == "whole" and tried.order == c.order
             for _, tried, law, _ in self.failures
-            if tried.arguments
+            if tried.arguments or tried.attributes
         )
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
@@ -262,7 +282,7 @@ class Search:
             return
         parameters = parameters_of(self.module.forward)
         if base.inputs is None and is_turned(parameters):
-            raise MisfitError("takes its state before its inputs")
+            raise MisfitError(f"takes {parameters[0].name} before its inputs")
         options = parameters[len(base.arrange(x)) :]
         if required := tuple(p.name for p in options if p.default is p.empty):
             if len({*map(names_state, required)}) > 1 or "len" in str(required):
@@ -275,22 +295,37 @@ class Search:
         for names in _together(named):
             yield replace(base, arguments=names)
         if base.unit != "step":
-            steps = len(x), len(x) + base.context
-            with suppress(*CALL_ERRORS), self.twins[0].bound(replace(base, unit="chunk")) as bound:
-                layers = layers_over_time(bound.module, lambda: bound.first_call(x), steps)
-                if layers:
-                    yield replace(base, layers=layers)
+            yield from self._layers(base, x)
         for names in _together(others):
             yield replace(base, arguments=names)
+
+    def _layers(self, base: Convention, x: Tensor) -> Iterator[Convention]:
+        """The convention with the state in layers and cells that a call runs over its steps."""
+        names = [
+            name
+            for name, part in self.module.named_modules()
+            if name and isinstance(part, RECURRENT) and not getattr(part, "bidirectional", False)
+        ]
+        hooked = replace(base, unit="chunk", layers=(*names,))
+        try:
+            with self.twins[0].bound(hooked) as bound:
+                seen = bound.recorded(hooked.padded(x)).seen
+        except CALL_ERRORS as error:
+            self._note(hooked, 1.5 * isinstance(error, ModelError) * bool(names), error)
+            return
+        steps = len(x), len(x) + base.context
+        # a layer may run over several sequences, which a law shows
+        if layers := [n for n in names if seen[n] and 0 in [seen[n] % t for t in steps]]:
+            yield replace(base, layers=(*layers,))
 
     def _starts(self, c: Convention) -> list[Any]:
         """The starts to try; others than that of the user may show where the lanes are."""
         if c.start is not None:
-            return [c.start, None, *ZEROS]
+            return [c.start, None, ZEROS]
         if c.layers:
             return [None, OWN]
         has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *ZEROS * bool(has_layer)]
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
@@ -310,6 +345,8 @@ class Search:
                 try:
                     state = items_at(result, keys) if c.arguments else after
                     choices = self._outputs(c, result, state, x)
+                    if c.arguments and is_state(state):
+                        self._check_order(c, result, state, choices)
                     c = self._with_lanes(c, result, state, x)
                 except CALL_ERRORS as error:
                     self._note(c, 1 + isinstance(error, StateError), error)
@@ -357,11 +394,40 @@ class Search:
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
                 f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
-                " what is to be the outputs"
+                " what is to be the outputs: let forward(x, state) return one"
             )
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
         return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
+
+    def _check_order(
+        self, c: Convention, result: Any, state: State, choices: list[Outputs]
+    ) -> None:
+        """Refuse a result that may be turned: no law tells tensors of one shape apart.
+
+        The last item is the state, and several are in the order of the arguments. That is not so
+        if the forward returns its arguments' names in another order; or, without these names, if
+        all of the last item is computed from the outputs, or the outputs have no graph.
+
+        Raises:
+            MisfitError: it may be turned.
+        """
+        names = [*map(plain_name, returned_names(self.module.forward))]
+        taken = [n for n in map(plain_name, c.arguments) if n in names]
+        returned = [n for n in names if n in taken][-len(taken) :]
+        y, after = item_at(result, choices[0][0].path), trees.tensors(state)
+        last, node = after[-1], y.grad_fn
+        is_turned = len(after) == 1 and c.output is None and node in (None, *ancestors(last))
+        is_turned = is_turned and ancestors(y).isdisjoint(ancestors(last, node))
+        self.is_turned |= is_turned
+        is_turned = (
+            names[-1] != returned[-1] if returned else is_turned and difference(y, last) != 0
+        )
+        if returned != taken or (is_turned and y.shape == last.shape):
+            raise MisfitError(
+                "it returns its state before its outputs, or states in another order than the"
+                " arguments, as it seems, and no law tells tensors of one shape apart"
+            )
 
     def _with_lanes(self, c: Convention, result: Any, state: State, x: Tensor) -> Convention:
         """The convention with the lanes of its state, which a call with fewer shows.
@@ -379,8 +445,9 @@ class Search:
                 "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
                 " arguments or attributes: there is nothing to carry, as in attention over steps,"
                 " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
-                " return (y, state). A module that takes the other order of time and batch:"
-                " tt.carry(module, batch_first=True) or False"
+                " return (y, state), or write tt.carry(module, call=..., start=...). A module that"
+                " takes the other order of time and batch: tt.carry(module, batch_first=True) or"
+                " False"
             )
         states = {x.shape[1]: state}
         if x.shape[1] > 1:
@@ -407,7 +474,9 @@ class Search:
                     if law.name in LIVE:
                         live[law.name] = law if law.holds else live.get(law.name, law)
                     elif not law.holds:
-                        return self._note(c, law=law)
+                        memory = live.get("memory", law)
+                        is_unread = c.attributes and law.name == "whole" and not memory.holds
+                        return self._note(c, law=memory if is_unread else law)
             except CALL_ERRORS as error:
                 return self._note(c, 1.5, error)
         is_stateless = self._is_link and c.is_inside and not (c.lanes.dims or c.context)

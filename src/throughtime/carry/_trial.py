@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,7 @@ from throughtime.carry._inside import OF_EVERY_MODULE
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
 LONG_STEPS, MAX_STEPS = 32, 256  # of one of a link on more steps, and of any at most
 
-_DRAWS = {
-    *("rand", "randn", "rand_like", "randn_like", "normal", "bernoulli"),
-    *("bernoulli_", "uniform_", "normal_", "exponential_"),
-}
+_DRAWS = re.compile("(rand|randn|normal|bernoulli|uniform|exponential)(_like)?_?")
 
 
 class ConstantRandomness(TorchFunctionMode):
@@ -44,7 +42,7 @@ class ConstantRandomness(TorchFunctionMode):
             y = func(*args, **kwargs)
             return y if torch.equal(x, y) else x * 0.75
         result = func(*args, **kwargs)
-        if name in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
+        if _DRAWS.fullmatch(name) and isinstance(result, Tensor) and result.is_floating_point():
             with torch.no_grad():
                 result.fill_(0.5)
         return result

@@ -9,14 +9,13 @@ and chains of them apply resets themselves: the results are the same, for the pr
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
@@ -35,23 +34,7 @@ from throughtime.state import State
 
 WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
 # By name: importing FullyShardedDataParallel takes longer than all of throughtime.
-WRAPPERS = {
-    "DistributedDataParallel": (
-        "it adds gradients up at every backward pass, counts every rank the same however many valid"
-        " steps it has, and misses the gradient of tt.Exact, which comes from torch.autograd.grad."
-        " The ranks of tt.updates add gradients up themselves, once per update"
-    ),
-    "FullyShardedDataParallel": (
-        "it adds gradients up at every backward pass, and ranks that reset at other steps make"
-        " other numbers of them. The ranks of tt.updates add gradients up themselves, once per"
-        " update"
-    ),
-    "DataParallel": (
-        "it splits every batch between devices, lanes from their states. Start one process for each"
-        " device, torchrun --nproc-per-node N, and the ranks of tt.updates add gradients up"
-        " themselves"
-    ),
-}
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 class Carried(nn.Module):
@@ -160,9 +143,8 @@ class Carried(nn.Module):
         """Outputs for every step, and the state after the last one.
 
         Args:
-            x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane
-                as floating `(T, D)` or integer `(T,)`.
-            state: the state entering the first step, one row per lane (one lane if unbatched).
+            x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them.
+            state: the state entering the first step, one row per lane.
             resets: `(T, B)` bool, true where the state entering the step is the initial state. On
                 a device they are read, which waits for it; those of a chunk are not.
 
@@ -172,12 +154,14 @@ class Carried(nn.Module):
 
         Raises:
             StateError: a state of another structure or number of lanes.
-            DataError: resets of another shape, or no steps.
+            DataError: resets of another shape, no steps, or no dimension for lanes.
             ModelError: the module broke its contract.
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
-            y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
-            return tree_map(lambda item: item.squeeze(1), y), state
+            raise DataError(
+                f"the inputs {tuple(x.shape)} have no lanes, expected (T, B, ...): for one lane"
+                " write x.unsqueeze(1)"
+            )
         self.prepare(x)
         lanes = x.shape[1]
         if state is None:
@@ -216,55 +200,47 @@ class Carried(nn.Module):
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
         steps = x.shape[0]
         reset_steps = set[int]() if resets is None else set(reset_positions(resets))
-        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if cudnn_rules(x) else steps)
+        limit = CUDNN_STEPS if cudnn_rules(x) else steps
         outputs: list[Tensor] = []
-        for start, stop in pairwise([*starts, steps]):
-            if resets is not None and start in reset_steps:
-                state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
-            y, state = self._run(x[start:stop], state)
-            outputs.append(y)
+        for first, last in pairwise([*sorted({0, *reset_steps}), steps]):
+            if resets is not None and first in reset_steps:
+                state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[first])
+            for part in x[first:last].split(limit):
+                y, state = self._run(part, state)
+                outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _explain(self, error: Exception, x: Tensor, state: State = None) -> None:
         """Add what explains an error of the module: another width, state structure or dtype.
 
         Raises:
-            ModelError: the inputs are on another device than the weights.
             DataError: the inputs have another width than the net.
             StateError: the state has other leaves than this net's.
         """
         if isinstance(error, ThroughtimeError) and not isinstance(error, ModelError):
             return
-        weight = next(self.module.parameters(), x)
-        if weight.device != x.device and not weight.is_meta:
-            raise ModelError(
-                f"the inputs are on {x.device}, the weights of {type(self.module).__name__} on"
-                f" {weight.device}: move the inputs, x.to({str(weight.device)!r}), or the net"
+        weights = [*self.module.parameters()]
+        own, width = x.shape[-1], next((w.shape[-1] for w in weights if w.dim() == 2), 0)
+        is_measured = isinstance(self.adapter, ModuleAdapter) or isinstance(error, ModelError)
+        if x.is_floating_point() and width not in (0, own) and not is_measured:
+            raise DataError(
+                f"the inputs have {counted(own, 'feature')} in each step, the net expects"
+                f" {width}: write inputs of shape (..., {width})"
             ) from error
-        matrix = next((weight for weight in self.module.parameters() if weight.dim() == 2), x)
-        own, width = x.shape[-1], matrix.shape[-1]
-        if x.is_floating_point() and own != width:
-            text = (
-                f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}"
-            )
-            if isinstance(error, ModelError):
-                error.add_note(f"throughtime: it may be that {text}")
-            elif not isinstance(self.adapter, ModuleAdapter):  # it was measured with this width
-                raise DataError(f"{text}: write inputs of shape (..., {width})") from error
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
-            got = shapes_of(state)
-            if expected != got:
+            if expected != shapes_of(state):
                 raise StateError(
-                    f"the state has the leaves {got}, this net carries {expected}, lanes first;"
-                    f" start from net.initial_state(lanes={x.shape[1]})"
+                    f"the state has the leaves {shapes_of(state)}, this net carries {expected},"
+                    f" lanes first; start from net.initial_state(lanes={x.shape[1]})"
                 ) from error
-        embeds = any(isinstance(part, nn.Embedding) for part in self.module.modules())
-        if weight.dtype != x.dtype and not embeds:  # else the inputs are indices
+        weight = next(iter(weights), x)
+        if x.is_floating_point() and (weight.dtype, weight.device) != (x.dtype, x.device):
             error.add_note(
-                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."
-                f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
-                f" tt.predict(..., dtype={weight.dtype}), or convert the module."
+                f"throughtime: the inputs are {x.dtype} on {x.device}, the weights {weight.dtype}"
+                f" on {weight.device}. Convert the inputs, x.to({str(weight.device)!r}),"
+                f" tt.Stream(..., dtype={weight.dtype}) or tt.predict(..., dtype={weight.dtype}),"
+                " or the module."
             )
 
 
@@ -276,9 +252,7 @@ def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     already are those of `named_parameters`, or of DistributedDataParallel.
     """
     del rest
-    others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
     names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
-    names = [name for name in names if name.partition(".")[0] not in others]
     expected = net.get_submodule("module").state_dict().keys()
     is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
     if not is_wrapped:
@@ -291,18 +265,6 @@ def pack(y: Any) -> Tensor:
         return y
     items = y.values() if isinstance(y, dict) else y
     return torch.cat([item.reshape(*item.shape[:2], -1) for item in items], -1)
-
-
-def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
-    """The first step of each forward call: a call ends at a reset or after `limit` steps.
-
-    Example:
-        >>> from throughtime.carry.carried import segment_starts
-        >>> segment_starts(100, {30, 31}, 25)
-        [0, 25, 30, 31, 56, 81]
-    """
-    bounds = [*sorted({0, *resets}), steps]
-    return [at for start, stop in pairwise(bounds) for at in range(start, stop, limit)]
 
 
 def carry(
@@ -440,10 +402,12 @@ def refuse_wrappers(net: nn.Module) -> None:
     for name, module in net.named_modules():
         for base in type(module).__mro__:
             if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
-                path = f"module '{name}' of the net" if name else "the net"
                 raise ModelError(
-                    f"{path} is wrapped in {base.__name__}: {WRAPPERS[base.__name__]}. Hand the"
-                    " bare module: net = tt.carry(wrapped.module), or leave the wrapper out"
+                    f"'{name or 'net'}' is wrapped in {base.__name__}: it adds gradients up at"
+                    " every backward pass, and ranks that reset at other steps make other numbers"
+                    " of them. The ranks of tt.updates (torchrun --nproc-per-node N) add gradients"
+                    " up themselves, once per update. Hand the bare module: net ="
+                    " tt.carry(wrapped.module)"
                 )
 
 

@@ -37,9 +37,6 @@ class UnknownAdapter(Adapter):
         super().__init__(module)
         self.base = base
 
-    def initial_state(self, lanes: int) -> State:
-        return self.run(lanes)
-
     def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise StateError(
             f"how {type(self.module).__name__} is called, and the layout of its state, is not known"
@@ -48,6 +45,8 @@ class UnknownAdapter(Adapter):
             " and for weights that are spread over ranks: do that before, and before"
             " fully_shard(net)"
         )
+
+    initial_state = run  # pyright: ignore[reportAssignmentType]
 
 
 class StandardiseAdapter(Adapter):

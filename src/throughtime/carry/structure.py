@@ -20,6 +20,7 @@ whether torch itself observes or changes what modules compute.
 
 import dis
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -40,7 +41,9 @@ from throughtime.kernels.dispatch import active_torch_modes
 from throughtime.state import State
 
 # plain attributes of a recurrent layer, which the user may write to
-_SETTINGS = ("mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first")
+_settings = itemgetter(
+    *("mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first")
+)
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _hooks = itemgetter(*_KINDS)
 _GLOBAL_HOOKS = [getattr(torch_modules, "_global" + kind) for kind in _KINDS]
@@ -48,24 +51,19 @@ _GLOBAL_HOOKS = [getattr(torch_modules, "_global" + kind) for kind in _KINDS]
 MODULES = ("torch.nn.modules.rnn", "throughtime.nn.layers")
 PLAIN = {int, float, str, bool, type(None)}
 # Of tensors, torch and torch.nn.functional: none is random or has a state
-NAMES = (
-    *("transpose", "permute", "contiguous", "view", "reshape", "flatten", "unsqueeze", "squeeze"),
-    *("relu", "tanh", "sigmoid", "log_softmax", "softmax", "gelu", "elu", "silu", "leaky_relu"),
+NAMES = re.compile(
+    "transpose|permute|contiguous|view|reshape|flatten|unsqueeze|squeeze|relu|tanh|sigmoid"
+    "|log_softmax|softmax|gelu|elu|silu|leaky_relu"
 )
 FUNCTIONS = {
-    getattr(owner, name) for owner in (torch, functional) for name in NAMES if hasattr(owner, name)
+    getattr(owner, name)
+    for owner in (torch, functional)
+    for name in dir(owner)
+    if NAMES.fullmatch(name)
 }
-NUMBERS = {"shape", "device", "dtype", "size", "new_zeros"}
 BUILTINS = {kind.__name__: kind for kind in (enumerate, len, range, tuple, zip)}
 # What a symbol does not notice: writes, handlers that hide a refusal, code with other globals
-UNNOTICED = {
-    "STORE_ATTR",
-    "DELETE_ATTR",
-    "STORE_GLOBAL",
-    "DELETE_GLOBAL",
-    "PUSH_EXC_INFO",
-    "MAKE_FUNCTION",
-}
+UNNOTICED = re.compile("(STORE|DELETE)_(ATTR|GLOBAL)|PUSH_EXC_INFO|MAKE_FUNCTION")
 _calls = attrgetter("__call__", "__getattr__", "__getattribute__")
 
 
@@ -73,7 +71,7 @@ class Guards:
     """What was read, which must stay the same objects."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[Callable[[Any], Any], Any], Any] = {}
+        self._values: dict[Any, Any] = {}
 
     def read(self, get: Callable[[Any], Any], key: Any) -> Any:
         """What a function returns, which must stay the same object."""
@@ -111,16 +109,10 @@ class ModuleGuards:
     """
 
     def __init__(self, module: nn.Module, guards: Guards | None = None) -> None:
-        modules = (*module.modules(),)
-        self._guards = guards or Guards()
-        own = self._own = Guards()
-        # of all: an empty container may be filled later
-        self._children = [(m._modules, [*m._modules.items()]) for m in modules]
-        self._hooks = [(vars(m), [*filter(_is_own, _listed(vars(m)))]) for m in modules]
-        for m in modules:
-            own.read(attrgetter("forward"), own.read(type, m))
-            for name in _SETTINGS if isinstance(m, nn.RNNBase) else ():
-                own.read(vars(m).get, name)
+        self._module, self._guards, self._before = module, guards or Guards(), _snapshot(module)
+        self._is_plain = all(
+            own is None and all(map(_is_own, hooks)) for own, hooks, *_ in self._before
+        )
 
     def hold(self, net: nn.Module) -> bool:
         """Whether all is as it was, and nothing observes a call: no mode of torch, no hook.
@@ -128,28 +120,31 @@ class ModuleGuards:
         Args:
             net: that carries the module.
         """
-        if torch_observes() or modified(net.__dict__):
-            return False
-        for own, hooks in self._hooks:  # as `modified`, which would be a call in every update
-            if "forward" in own or ((hooks or any(_hooks(own))) and _listed(own) != hooks):
-                return False
-        return self._own.hold() and self.is_same()
+        return (
+            self._is_plain
+            and not torch_observes()
+            and not modified(net.__dict__)
+            and _snapshot(self._module) == self._before
+            and self._guards.hold()
+        )
 
-    def is_same(self) -> bool:
-        """Whether no module was replaced, and the forward would be read as it was."""
-        for children, before in self._children:
-            if [*children.items()] != before:
-                return False
-        return self._guards.hold()
+
+def _snapshot(module: nn.Module) -> list[list[Any]]:
+    """Of each module in one: its own forward, hooks, class, children and settings."""
+    rows: list[list[Any]] = []
+    for m in module.modules():
+        own, kind = vars(m), type(m)
+        held = _hooks(own)
+        hooks = [hook for each in held for hook in each.values()] if any(held) else ()
+        children = [*own["_modules"].items()]
+        settings = _settings(own) if isinstance(m, nn.RNNBase) else ()
+        rows.append([own.get("forward"), hooks, kind, kind.forward, children, settings])
+    return rows
 
 
 def modified(instance: dict[str, Any]) -> bool:
     """Whether a module, by its `__dict__`, has hooks or another forward than that of its class."""
     return any(_hooks(instance)) or "forward" in instance
-
-
-def _listed(instance: dict[str, Any]) -> list[Any]:
-    return [hook for kind in _hooks(instance) for hook in kind.values()]
 
 
 def _is_own(hook: Any) -> bool:
@@ -280,7 +275,7 @@ def _read_forward(module: nn.Module, *, takes_state: bool) -> Structure:
     single = len(states) == 1
     state = states[0] if single else tuple(states)
     reader = _Reader(iter(states) if takes_state else repeat(None))
-    result = reader.run(module, "forward", reader.flow, *[state] * takes_state)
+    result = reader.run(module, reader.flow, *[state] * takes_state)
     flow, after = result if takes_state else (result, ())
     leaving = [after] if single else [*after]
     if flow is not reader.flow or (takes_state and leaving != reader.leaving):
@@ -326,26 +321,6 @@ class _Symbol:
     __bool__ = __eq__ = __repr__ = _refuse
 
 
-class _Number(_Symbol):
-    """A size, device or type that depends on the inputs, or zeros made with such."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self if name in ("to", "type_as") else _refuse()
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    def __getitem__(self, _: object) -> Any:
-        return self
-
-    def __iter__(self) -> Any:
-        """Those of `(T, B, D)`: a trial of consumers refuses what has others."""
-        return iter([self] * 3)
-
-
-_NUMBER = _Number()
-
-
 class _Reader:
     """Runs the forward of a module with symbols.
 
@@ -363,29 +338,28 @@ class _Reader:
         self._states, self.leaving = states, list[Any]()
         self._advance()
 
-    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of a method of a module of the user's."""
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The result of the forward of a module of the user's."""
         kind, read = type(module), self.guards.read
-        function = read(attrgetter(name), kind)
+        function = read(attrgetter("forward"), kind)
         code = read(attrgetter("__code__"), function)
         defaults = read(attrgetter("__defaults__"), function)
-        if (
-            function is not inspect.getattr_static(kind, name)
-            or name in vars(module)
-            or _calls(kind) != _calls(nn.Module)
-            or not {*map(type, defaults or ())} <= PLAIN
-        ):
-            raise UnknownError(f"what runs around {kind.__name__}.{name}")
+        is_known = (
+            function is inspect.getattr_static(kind, "forward")
+            and "forward" not in vars(module)
+            and _calls(kind) == _calls(nn.Module)
+            and {*map(type, defaults or ())} <= PLAIN
+        )
         names, values = {"__builtins__": BUILTINS}, function.__globals__
         for operation in dis.get_instructions(code):
             key = operation.argval
-            if operation.opname in UNNOTICED or str(key).startswith("__"):
-                raise UnknownError(f"{operation.opname} of {key} in {kind.__name__}.{name}")
+            if not is_known or UNNOTICED.match(operation.opname) or str(key).startswith("__"):
+                raise UnknownError
             if operation.opname == "LOAD_GLOBAL" and key in values:
                 names[key] = self._known(values, key)
         # a copy: Python writes what it learns about the names into the code. Of a closure, and of
         # defaults by keyword, nothing is passed on.
-        twin = FunctionType(code.replace(), names, name, defaults)
+        twin = FunctionType(code.replace(), names, None, defaults)
         return twin(self._symbol(module), *args, **kwargs)
 
     def _then(self, target: Any, x: object, *args: Any, **kwargs: Any) -> Any:
@@ -399,9 +373,9 @@ class _Reader:
         """The results of the last operation, which alone have operations."""
 
         def read(name: str) -> Any:
-            if name in NAMES:
+            if NAMES.fullmatch(name):
                 return partial(self._then, getattr(Tensor, name), flow)
-            return _NUMBER if name in NUMBERS else _refuse()
+            return _refuse()
 
         self.flow = flow = _Symbol(read)
         return flow
@@ -420,10 +394,8 @@ class _Reader:
         value = self.guards.read(values.get, name)
         if name in values and type(value) in PLAIN and not hasattr(kind, name):
             return value
-        if name in values or hasattr(nn.Module, name):
+        if name in values or hasattr(kind, name):
             raise UnknownError
-        if hasattr(kind, name):
-            return partial(self.run, module, name)
         return self._symbol(module._modules[name])
 
     def _known(self, values: Mapping[str, Any], name: str) -> Any:
@@ -431,8 +403,6 @@ class _Reader:
         value = self.guards.read(values.get, name)
         if isinstance(value, ModuleType):
             return _Symbol(partial(self._known, vars(value)))
-        if value is torch.zeros or isinstance(value, torch.dtype):
-            return _NUMBER
         return partial(self._then, value) if value in FUNCTIONS else _refuse()
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -440,13 +410,12 @@ class _Reader:
         if isinstance(module, nn.RNNBase):
             return self._call_layer(module, *args, **kwargs)
         if any(map(is_foreign, module.modules())):
-            return self.run(module, "forward", *args, **kwargs)
+            return self.run(module, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         return x if _is_identity(module, self.guards) else self._then(module, x)
 
     def _call_layer(self, layer: nn.RNNBase, x: Any, hx: Any = None) -> Any:
-        leaves = hx if type(hx) is tuple else (hx,)
-        if (None if all(leaf is _NUMBER for leaf in leaves) else hx,) != (next(self._states),):
+        if (hx,) != (next(self._states),):
             raise UnknownError
         self.leaving.append(_layer_state(layer))
         return self._then(layer, x), self.leaving[-1]

@@ -85,11 +85,7 @@ def try_fused(
 
 def _match_again(net: Carried, inputs: Tensor, before: "FusedNet | None") -> "FusedNet | None":
     """The net whose parts are read for the first time, or were replaced; None to build a graph."""
-    matches = 1
-    if before is not None:
-        if before.parts.adapter is net.adapter and before.guards.is_same():
-            return None
-        matches += before.matches
+    matches = 1 if before is None else 1 + before.matches
     if torch_observes() or not ModuleGuards(net.module).hold(net):
         return None  # a trial would be noticed
     parts = match(net, inputs) if matches <= MOST_MATCHES else None
