@@ -215,8 +215,6 @@ class LoopEvents:
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
         if is_grad:
             retain = retain or kwargs.get("create_graph")
-            leaves = tensors(kwargs.get("inputs", args[0] if args else ()))
-            self.watcher.guarded(self.watcher.calls.note_gradients, leaves)
         backward = Backward(line_in(frame), call_site(frame), bool(retain))
         backward.used = backward.retain or is_grad or not self.watcher.awake
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from throughtime.doctor._calls import CELLS, LAYERS, Calls, Operation
-from throughtime.doctor._data import MOVES, RootTable
+from throughtime.doctor._calls import CELLS, LAYERS, Calls
+from throughtime.doctor._data import MOVES, Operation, RootTable
 from throughtime.doctor._frames import (
     Instruction,
     carrier,
@@ -92,7 +92,6 @@ class Watcher(TorchFunctionMode):
         result = torch.unbind(*args) if iterates else func(*args, **kwargs)
         if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
             self._note_read(args, current_frame(1))
-            self.guarded(self.calls.note_gradients, tensors(args))
         else:
             caller = current_frame(1)
             if frame := user_frame(caller, skip_optimizer=False):
@@ -155,8 +154,6 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and is_discrete)
         )
-        if name in {"view", "reshape"}:
-            self._record_view(op)
         if first.grad_fn:
             self._record_graph(op)
         if name in RECURRENT:
@@ -214,16 +211,6 @@ class Watcher(TorchFunctionMode):
         if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)
         return is_parameter
-
-    def _record_view(self, op: Operation) -> None:
-        """Record a view that exchanges sizes, and so mixes the rows."""
-        before, after = op.inputs[0], op.outputs[0]
-        sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
-        if sizes[0] == sizes[1] or sorted(sizes[0]) != sorted(sizes[1]):
-            return
-        root = self.table.root(before, new=not before.requires_grad)
-        if not root or root.shape != after.shape:  # a view of a view may be as it was
-            self.calls.viewed = weakref.ref(after), op.instruction
 
     def _record_sum(self, op: Operation) -> None:
         """Count the chunks that a running sum of losses goes through."""
