@@ -61,6 +61,11 @@ class Operation:
         """Its inputs, without parameters and numbers."""
         return [t for t in self.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
 
+    def is_edit(self, states: int) -> bool:
+        """Whether it may mask or exchange values of a state: a factor other than 0 and 1 does not."""
+        numbers = {each for each in self.args if isinstance(each, (int, float))}
+        return self.name in EDITS and (len(self.fluid) > states or bool(numbers & {0, 1}))
+
 
 @dataclass(eq=False, slots=True)
 class Root:
@@ -203,7 +208,7 @@ class RootTable:
         states = [(t, each) for t, each in known if each.behind]
         if states and marks:
             root.behind = max((each.behind for _, each in states), key=_serial)
-            root.edited = any(each.edited for _, each in states) or op.name in EDITS
+            root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = any(each.cut or not t.requires_grad for t, each in states)
         return None
