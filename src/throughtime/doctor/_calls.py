@@ -89,7 +89,6 @@ class UnitCall:
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
     run: int = 0  # steps in a row whose state was detached, the last ones
     stepwise: Instruction | None = None  # what detached every step
-    entered: list[Tensor] = field(default_factory=list)  # the states
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
 
@@ -228,7 +227,7 @@ class Calls:
             return self._continued(origin, call, is_cut)
         if states and lane_dim is not None:
             call.width = states[0].shape[lane_dim]
-        call.states, call.entered = [t.detach().clone() for t in states], states
+        call.states = [t.detach().clone() for t in states]
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
@@ -241,7 +240,6 @@ class Calls:
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call
-        call.entered = []
         unit.last[call.training] = call
         return call
 

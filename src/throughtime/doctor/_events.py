@@ -21,7 +21,6 @@ from torch.utils.data import (
 
 from throughtime.doctor._frames import (
     SourceLine,
-    call_site,
     current_frame,
     current_line,
     line_in,
@@ -31,12 +30,11 @@ from throughtime.doctor._graph import (
     LoaderIterator,
     has_hook,
     is_transformed,
-    mean_of,
     next_sequence,
     reachable_nodes,
     sequence,
 )
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
+from throughtime.doctor._log import Backward, Clear, Close, Event, Log, WeightStep
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
 from throughtime.doctor.rules.loop import AT
@@ -57,9 +55,8 @@ class LoopEvents:
     """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
 
     def __init__(self, findings: FindingList) -> None:
-        self.log = Log()
-        self.findings = findings
-        self.state = StateRule(self.log, self._add)
+        self.log, self.findings = Log(), findings
+        self.state = StateRule(self.log, findings.add)
         self.watcher = Watcher(self.log, self.state)
         self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
         self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
@@ -100,29 +97,22 @@ class LoopEvents:
 
     def close(self) -> None:
         """Stop watching, and remove hooks and wrappers in the opposite order."""
-        try:
-            self.watcher.close()
-        finally:
-            while self._undo:
-                self._undo.pop()()
+        self.watcher.close()
+        while self._undo:
+            self._undo.pop()()
 
     def emit(self, event: Event) -> None:
         """Add an event to the log, and report what the rules find."""
         self.log.append(event)
-        self.watcher.guarded(self._report, event)
-
-    def _report(self, event: Event) -> None:
         for rule in AT.get(type(event), ()):
-            for fault in rule(self.log, event):
-                self._add(fault)
-
-    def _add(self, fault: Fault | None) -> Finding | None:
-        return self.findings.add(fault) if fault else None
+            self.watcher.guarded(
+                lambda rule: [*map(self.findings.add, rule(self.log, event))], rule
+            )
 
     def end(self, error: BaseException | None) -> None:
         """Report what the end of the loop shows."""
         if error is not None:
-            self.watcher.guarded(lambda: self._add(lanes_of_error(error)))
+            self.watcher.guarded(lambda: self.findings.add(lanes_of_error(error)))
             return
         self.watcher.guarded(self.state.close)
         self.emit(Close())
@@ -145,16 +135,10 @@ class LoopEvents:
         """Whether the doctor itself, an optimizer or another thread is at work."""
         return self.watcher.busy or threading.get_ident() != self._thread
 
-    def _watch(self, chunks: int) -> None:
-        """Record every operation for some chunks."""
-        self._watch_until = max(self._watch_until, self.log.chunk + chunks)
-        self._set_level()
-
-    def _set_level(self) -> None:
-        """Record every operation, or once the chunks are used up the calls of layers only."""
+    def _watch(self, chunks: int = AGAIN_CHUNKS) -> None:
+        """Record every operation for some chunks, then the calls of layers only."""
         watcher, chunk = self.watcher, self.log.chunk
-        if chunk % PERIOD == 0 and chunk >= self._watch_until:
-            self._watch_until = chunk + AGAIN_CHUNKS
+        self._watch_until = max(self._watch_until, chunk + chunks)
         awake = chunk < self._watch_until
         if awake and not watcher.awake:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
@@ -167,8 +151,8 @@ class LoopEvents:
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if is_replaced() or self._ignored:
             return
-        log = self.log
-        if self._depth == 0:
+        log, self._depth = self.log, self._depth + 1
+        if self._depth == 1:
             log.call += 1
             if not self.watcher.awake:  # not within a backward, which torch runs with the mode off
                 self.watcher.pause()
@@ -177,14 +161,10 @@ class LoopEvents:
             past = self._past.get(module, "")
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
-                self._watch(AGAIN_CHUNKS)
-        elif (
-            log.chunk < FIRST_CHUNKS
-            and self._outermost
-            and all(each is not module for each in self._outermost.modules())
-        ):
-            self._hidden.add(module)
-        self._depth += 1
+                self._watch()
+        elif log.chunk < FIRST_CHUNKS and self._outermost:
+            if all(each is not module for each in self._outermost.modules()):
+                self._hidden.add(module)
 
     def _after_module(
         self, module: nn.Module, args: Any, kwargs: Any, result: Any = None
@@ -207,38 +187,37 @@ class LoopEvents:
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
-        frame = user_frame(current_frame())
+        frame, guarded, log = user_frame(current_frame()), self.watcher.guarded, self.log
         # torch calls itself again through the mode
         if not frame or self._in_backward or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
-        if is_grad:
-            retain = retain or kwargs.get("create_graph")
-        backward = Backward(line_in(frame), call_site(frame), bool(retain))
-        backward.used = backward.retain or is_grad or not self.watcher.awake
+        retain = bool(retain or (is_grad and kwargs.get("create_graph")))
+        backward = Backward(line_in(frame), retain)
+        backward.used = retain or is_grad or not self.watcher.awake
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
         if ends_chunk:
-            self.watcher.guarded(self.state.before_backward)
-            self.watcher.guarded(self._measure, backward, roots[0] if roots else None)
+            guarded(self.state.before_backward)
+            guarded(self._measure, backward, roots[0] if roots else None)
         self._in_backward = True
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
-            if finding := self.watcher.guarded(self._explain, str(error), roots, backward):
+            if finding := guarded(self._explain, str(error), roots, backward):
                 error.add_note(f"tt.doctor: {finding}")
             raise
         finally:
             self._in_backward = False
         del roots  # its graph must not live on
         if ends_chunk:
-            self.log.next_chunk()
-            self.watcher.guarded(self.watcher.table.drop_freed)
-            backward.boundary = self.log.boundary
+            log.next_chunk()
+            guarded(self.watcher.table.drop_freed)
+            backward.boundary = log.boundary
             self.emit(backward)
-            self._set_level()
+            self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
 
     def _measure(self, backward: Backward, root: Any) -> None:
@@ -251,20 +230,19 @@ class LoopEvents:
         if root is None:
             return
         number = backward.number = sequence(root)
-        backward.again = number <= log.boundary
-        log.several |= backward.again
-        backward.mean = mean_of(root)
+        again = number <= log.boundary  # another backward has gone through the same forward pass
+        log.several |= again
         if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
         same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
-        if backward.retain and not backward.again and len(same) <= MAX_RETAINED:
+        if backward.retain and not again and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
     def _explain(self, message: str, roots: list[Any], backward: Backward) -> Finding | None:
         faults = (explain(self.log, message, root, backward) for root in roots if root)
-        return self._add(next(filter(None, faults), None))
+        return self.findings.add(next(filter(None, faults), None))
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         # a closure would be the user's loop
@@ -321,7 +299,7 @@ class LoopEvents:
         log = self.log
         if iterator not in self._iterators:
             self._iterators[iterator] = next(self._numbers)
-            self._watch(AGAIN_CHUNKS)
+            self._watch()
         batch = original(iterator)
         log.batch = self._iterators[iterator], log.batch[1] + 1
         log.loader = current_line()

@@ -7,8 +7,7 @@ import itertools
 import os
 import site
 import sysconfig
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
@@ -127,29 +126,20 @@ def line_of(instruction: Instruction) -> SourceLine:
     return SourceLine(code.co_filename, next(lines, code.co_firstlineno))
 
 
-def call_site(frame: FrameType | None) -> int:
-    """A number for the lines of all the user's frames from this one outwards."""
-    return hash(tuple((id(each.f_code), each.f_lineno) for each in user_frames(frame)))
-
-
 def variable_path(
-    matches: Callable[[Any], bool], frame: FrameType | None, depth: int = MAX_PATH_DEPTH
+    matches: Callable[[Any], bool], frames: Iterable[FrameType], depth: int = MAX_PATH_DEPTH
 ) -> str:
-    """The path from a user's variable to the first value that matches, such as `self.h[0]`.
+    """The path from a variable of these frames to the first value that matches: `self.h[0]`.
 
     Empty if there is none. `self` is searched first.
     """
-    return next(filter(None, (_path_in(each, matches, depth) for each in user_frames(frame))), "")
-
-
-def _path_in(frame: FrameType, matches: Callable[[Any], bool], depth: int = MAX_PATH_DEPTH) -> str:
-    """The path from a variable of this frame, see `variable_path`; empty if there is none."""
-    if frame.f_code.co_name in COMPREHENSIONS:
-        return ""
-    variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
-    named = (item for item in variables if not item[0].startswith("__"))
-    paths = (_search(value, matches, name, depth) for name, value in named)
-    return next(filter(None, paths), "")
+    for frame in frames:
+        variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
+        for name, value in variables if frame.f_code.co_name not in COMPREHENSIONS else ():
+            path = "" if name.startswith("__") else _search(value, matches, name, depth)
+            if path:
+                return path
+    return ""
 
 
 def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
@@ -166,7 +156,7 @@ def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
         )
 
     for each in user_frames(frame):
-        path, code = _path_in(each, matches), each.f_code
+        path, code = variable_path(matches, [each]), each.f_code
         if not path and result[0]:
             break
         if path:
@@ -179,30 +169,24 @@ def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
     return result
 
 
-def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str | None:
+def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str:
     if matches(value):
         return path
-    if depth == 0 or isinstance(value, Tensor):
-        return None
-    results = (_search(item, matches, path + name, depth - 1) for name, item in _items(value))
-    return next(filter(None, results), None)
+    parts = _parts(value) if depth and not isinstance(value, Tensor) else ()
+    found = (_search(part, matches, path + name, depth - 1) for name, part in parts)
+    return next(filter(None, found), "")
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The first items or attributes of a value, each with its path suffix, such as `[0]` or `.h`.
-
-    None of a deque of limited length, which never holds too much.
-    """
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The first items or attributes of a value, each with its path suffix, such as `[0]` or `.h`."""
+    items: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
         items = ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (tuple, list, set, deque)):
-        is_limited = isinstance(value, deque) and value.maxlen is not None
-        items = ((f"[{i}]", item) for i, item in enumerate([] if is_limited else value))
+    elif isinstance(value, (tuple, list)):
+        items = ((f"[{i}]", item) for i, item in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
         names = dict(vars(value))
         for parts in ("_buffers", "_modules"):  # of a module
             names |= names.pop(parts, {})
         items = ((f".{name}", item) for name, item in names.items())
-    else:
-        return
-    yield from itertools.islice(items, MAX_ITEMS)
+    return itertools.islice(items, MAX_ITEMS)

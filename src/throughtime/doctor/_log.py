@@ -6,19 +6,13 @@ nodes have larger ones.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from throughtime.doctor._frames import (
-    Carrier,
-    Instruction,
-    SourceLine,
-    current_frame,
-    variable_path,
-)
-from throughtime.doctor._graph import MeanTerm, next_sequence
+from throughtime.doctor._frames import Carrier, Instruction, SourceLine
+from throughtime.doctor._graph import next_sequence
 
 MAX_CHANGES = 5_000  # in-place changes remembered
 MAX_NODES = 50_000  # nodes remembered
@@ -30,16 +24,13 @@ class Backward:
     """A backward of the user; its facts are those before it ran."""
 
     line: SourceLine
-    site: int = 0  # see `call_site`
     retain: bool = False
     used: bool = False  # its gradients were read or stepped with, or this was not watched
     number: int = -1  # the sequence number of the first tensor's node, -1 without one
-    again: bool = False  # another backward has gone through the same forward pass
     chunk: int = 0
     steps: int = 0  # of optimizers before it
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
-    mean: MeanTerm | None = None  # its loss
     reach: int = -1  # of a retained graph: the backwards in this line that it reaches back to
 
 
@@ -72,7 +63,7 @@ class WeightStep:
 class Clip:
     """A call that clips gradients."""
 
-    parameters: set[int]
+    parameters: frozenset[int]  # the id of the first
     line: SourceLine | None
 
 
@@ -172,13 +163,6 @@ class Log:
         if not self.node_numbers or number > self.node_numbers[-1]:
             self.node_numbers.append(number)
             self.node_instructions.append(instruction)
-
-    def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
-        """The path of a state: as recorded where it entered, or of the first value that matches."""
-        carriers = self.carried.get(instruction, []) if instruction else []
-        return next((path for path, _ in carriers if path), "") or variable_path(
-            matches, current_frame()
-        )
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""

@@ -155,8 +155,8 @@ class FindingList:
             )
         return cls(codes, strict)
 
-    def add(self, fault: Fault) -> Finding | None:
-        """Add the finding of a fault and return it, unless it is ignored or its line has it.
+    def add(self, fault: Fault | None) -> Finding | None:
+        """Add the finding of a fault, if any, and return it, unless it is ignored or known.
 
         A fault without a line is not added, nor one that has not yet occurred `after` times: one
         may be chance.
@@ -164,9 +164,9 @@ class FindingList:
         Raises:
             DiagnosisError: under `strict`.
         """
-        code, line, detail, tensor, chunks, fix, after = fault
-        if not line or code in self.ignore:
+        if not fault or not fault.line or fault.code in self.ignore:
             return None
+        code, line, detail, tensor, chunks, fix, after = fault
         self.evidence[code, line] += 1
         known = [(f.code, f.file, f.line) for f in self.items]
         if self.evidence[code, line] < after or (code, *line) in known:

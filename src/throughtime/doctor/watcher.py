@@ -80,37 +80,32 @@ class Watcher(TorchFunctionMode):
     def close(self) -> None:
         """Stop being the current mode, unless another is above it."""
         self.closed = True
-        if current_mode() is self:
-            self.__exit__(None, None, None)
+        self.pause()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = operation_name(func)
         if self.closed or self.busy or not self.awake or is_question(func) or is_replaced():
             return func(*args, **kwargs)
         iterates = func is Tensor.__iter__
         result = torch.unbind(*args) if iterates else func(*args, **kwargs)
-        if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
-            self._note_read(args, current_frame(1))
-        else:
-            caller = current_frame(1)
-            if frame := user_frame(caller, skip_optimizer=False):
-                function = torch.unbind if iterates else func
-                self.guarded(self._record, function, args, kwargs, result, frame, frame is caller)
+        caller = current_frame(1)
+        if operation_name(func) == "grad" and isinstance(func, ATTRIBUTE_GETTER):
+            self._note_read(args[0], caller)
+        elif frame := user_frame(caller, skip_optimizer=False):
+            function = torch.unbind if iterates else func
+            self.guarded(self._record, function, args, kwargs, result, frame, frame is caller)
         return iter(result) if iterates else result
 
-    def _note_read(self, args: Any, frame: FrameType) -> None:
+    def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
         """Note a gradient that is read, but not to clear it or to measure its norm."""
-        log = self.log
+        log, line = self.log, current_line()
         if frame.f_code.co_filename != CLIP_FILE:
             for each in log.backwards[-1:]:
                 each.used |= frame.f_code.co_name != "zero_grad"
         elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
-            line, clip = current_line(), next(reversed(log.events), None)
-            if not isinstance(clip, Clip) or clip.line != line:
-                clip = Clip(set(), line)
-                log.append(clip)
-            clip.parameters.add(id(args[0]))
+            last = next(reversed(log.events), None)
+            if not isinstance(last, Clip) or last.line != line:  # one for all parameters
+                log.append(Clip(frozenset([id(parameter)]), line))
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
@@ -127,11 +122,8 @@ class Watcher(TorchFunctionMode):
 
     def instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
-        key = id(frame.f_code), frame.f_lasti  # the instruction keeps the code alive
-        instruction = self._instructions.get(key)
-        if instruction is None:
-            instruction = self._instructions[key] = Instruction(frame.f_code, frame.f_lasti)
-        return instruction
+        new = Instruction(frame.f_code, frame.f_lasti)  # it keeps the code alive
+        return self._instructions.setdefault((id(frame.f_code), frame.f_lasti), new)
 
     def _record(
         self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
@@ -204,8 +196,7 @@ class Watcher(TorchFunctionMode):
         Returns:
             Whether it changes a parameter, by hand or to initialize it; its views have no graph.
         """
-        numbers = self.log.node_numbers
-        number = numbers[-1] if numbers else -1
+        number = max(self.log.node_numbers[-1:], default=-1)
         self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
         is_parameter = isinstance(base_of(target), nn.Parameter)
         if not is_parameter and op.name not in KEPT_IN_PLACE:
@@ -215,12 +206,9 @@ class Watcher(TorchFunctionMode):
     def _record_sum(self, op: Operation) -> None:
         """Count the chunks that a running sum of losses goes through."""
         log, node = self.log, op.outputs[0].grad_fn
-        last = log.sums.get(op.instruction)
-        depth = 0
-        if last:
-            within = reachable_nodes(node, MAX_SUM, above=last.number - 1)
-            if last.number in map(sequence, within):
-                depth = last.depth + (last.chunk < log.chunk)
+        last, depth = log.sums.get(op.instruction), 0
+        if last and last.number in map(sequence, reachable_nodes(node, MAX_SUM, last.number - 1)):
+            depth = last.depth + (last.chunk < log.chunk)
         log.sums[op.instruction] = Sum(sequence(node), log.chunk, depth)
 
     def _record_carried(self, op: Operation) -> None:

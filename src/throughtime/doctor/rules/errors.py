@@ -4,12 +4,12 @@ Codes TT101 to TT105, and TT211 for a layer that fails. An error of a backward c
 a graph that an earlier backward has freed, or that an optimizer step has changed. Where it enters
 shows why:
 
-- a state, if the operation that takes the old tensor in has computed it (TT101, TT102),
+- a state, if an operation on the way from the old tensor to the loss has computed it (TT101,
+  TT102),
 - a loss or output that is kept, if the same forward pass has run again (TT104),
 - a graph that is sent back twice, if no forward pass has run in between (TT105).
 """
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -21,15 +21,15 @@ from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_fr
 from throughtime.doctor._graph import (
     CHANGED,
     FREED,
-    ChangedTensor,
     StaleEdge,
-    changed_tensor,
+    changed_node,
     is_leaf,
     parameters_of_node,
     reachable_nodes,
     reaches_unusable,
     sequence,
     stale_edges,
+    version_of,
 )
 from throughtime.doctor._log import Backward, Fault, Log, WeightStep
 from throughtime.doctor.findings import BACKWARD_FIRST, OWN_LOSS, detach_fix
@@ -39,109 +39,86 @@ LANES_DIFFER = re.compile(
     r"Expected hidden.* size \(\d+, (\d+), .*\), got \[\d+, (\d+),"
     r"|Input batch size (\d+) doesn't match hidden.* batch size (\d+)"
 )
+VERSIONS = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
 MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 
 
 def explain(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
     """The fault behind an error of a backward from this node; `None` if unknown."""
     if CHANGED in message:
-        changed = changed_tensor(root, message)
-        return _changed(log, changed, root, backward) if changed else None
-    return _entered(log, root, backward) if FREED in message else None
+        return _changed(log, message, root, backward)
+    return _entered(log, root, backward, "") if FREED in message else None
 
 
-def _changed(log: Log, changed: ChangedTensor, root: Any, backward: Backward) -> Fault | None:
+def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
     """A tensor that was changed in place."""
-    user = log.instruction_of(sequence(changed.node))
+    parts, node = VERSIONS.search(message), changed_node(root, message)
+    if not parts or not node:
+        return None
+    shape, now = sorted(map(int, re.findall(r"\d+", parts[1]))), int(parts[2])
+    parameter = next(
+        (p for p in parameters_of_node(node) if (sorted(p.shape), version_of(p)) == (shape, now)),
+        None,
+    )
+    at = _line_of_step(log, sequence(node), parameter)
+    if not at:
+        changes = [
+            (sorted(of) == shape, instruction)
+            for version, of, instruction, last in log.in_place
+            if int(parts[3]) < version <= now and last >= sequence(node) - 64
+        ]
+        changes.sort(key=lambda change: not change[0])
+        at = next((line_of(instruction) for _, instruction in changes), None)
+    user = log.instruction_of(sequence(node))
     detail = f"It is needed by the operation at {line_of(user)}." if user else ""
-    at = _line_of_change(log, changed)
-    if changed.parameter is None:
+    past = log.backwards[_position(log, node) :]
+    if parameter is None:
         return Fault("TT103", at, detail)
-    past = log.backwards[_position(log, changed.node) :]
-    if not any(each.retain for each in past) and not reaches_unusable(
-        changed.node, MAX_OLD_NODES, FREED
-    ):  # no backward has gone through it before
-        return Fault("TT103", at, detail, fix=BACKWARD_FIRST)
+    if not any(each.retain for each in past) and not reaches_unusable(node, MAX_OLD_NODES, FREED):
+        return Fault("TT103", at, detail, fix=BACKWARD_FIRST)  # no backward has gone through it
     change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
     return _entered(log, root, backward, change)
 
 
-def _line_of_change(log: Log, changed: ChangedTensor) -> SourceLine | None:
-    """The line of the optimizer step or the operation that changed a tensor in place."""
-    number, shape = sequence(changed.node), changed.shape
+def _line_of_step(log: Log, number: int, parameter: Tensor | None) -> SourceLine | None:
+    """The line of the first optimizer step after a node that changed a parameter."""
     steps = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
-    if step := next((e for e in steps if id(changed.parameter) in e.parameters), None):
-        return step.line
-    changes = [
-        (list(of), instruction)
-        for version, of, instruction, last in log.in_place
-        if changed.expected < version <= changed.version and last >= number - 64
-    ]
-    same = [instruction for of, instruction in changes if of == shape]
-    larger = [i for of, i in changes if math.prod(of) >= math.prod(shape)]
-    return next(map(line_of, same or larger), None)
+    return next((step.line for step in steps if id(parameter) in step.parameters), None)
 
 
-def _entered(log: Log, root: Any, backward: Backward, change: str = "") -> Fault | None:
+def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | None:
     """A backward that enters the graph of an earlier one."""
-    if sequence(root) <= log.boundary:
-        return _sent_twice(log, root, backward, "", change)
-    edges = stale_edges(root, log.boundary)
+    edges = stale_edges(root, log.boundary) if sequence(root) > log.boundary else []
     if states := [edge for edge in edges if _is_state(log, edge)]:
         return _carried(log, states, backward.line, change)
-    if not edges:
+    if not edges and sequence(root) > log.boundary:
         return None
-    edge, (entry, name) = edges[0], _entry(log, edges[0])
+    edge = edges[0] if edges else StaleEdge([], root, root)
     past = log.backwards[_position(log, edge.old)]
-    chunks = past.chunk, log.chunk
-    if entry and entry == log.recurrent and past.site == backward.site:
-        fix = f"compute {name or 'the state'} anew before each backward, inside the loop"
-        return Fault("TT101", line_of(entry), "It is computed only once.", name, chunks, fix)
-    if not _alike(log, reachable_nodes(root, above=log.boundary), _below(edge)):
-        return _sent_twice(log, edge.old, backward, name, change)
-    return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS if edge.is_number else "")
+    chunks, name = (past.chunk, log.chunk), next(iter(_paths(log, edges[:1])), "")
+    new = reachable_nodes(root, above=log.boundary) if edges else ()
+    if _instructions(log, new).isdisjoint(_below(log, edge)):
+        detail = change or f"The backward at {past.line} has freed it."
+        return Fault("TT105", backward.line, detail, name)
+    return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS * edge.is_loss)
 
 
 def _is_state(log: Log, edge: StaleEdge) -> bool:
     """Whether the old tensor enters an operation that has computed it, directly or not."""
-    if edge.is_number and not edge.uses_parameters:
-        return False
-    watched = any(_instructions(log, edge.path))
-    return _alike(log, edge.path, _below(edge)) if watched else edge.uses_parameters
+    way = _instructions(log, edge.path)
+    alike = not way.isdisjoint(_below(log, edge)) if way else edge.uses_parameters
+    return alike and not edge.is_loss
 
 
-def _below(edge: StaleEdge) -> Iterable[Any]:
-    """Nodes of the graph that an edge enters."""
-    return reachable_nodes(edge.old, MAX_OLD_NODES)
+def _below(log: Log, edge: StaleEdge) -> set[Instruction]:
+    """The instructions behind an old tensor."""
+    return _instructions(log, reachable_nodes(edge.old, MAX_OLD_NODES))
 
 
-def _alike(log: Log, one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether an operation occurs in both graphs, with the same parameters if it has any."""
-    a, b = _instructions(log, one), _instructions(log, other)
-    if set().union(*a.values()) & set().union(*b.values()):
-        return True
-    shared = [key for key in a if key is not None and key in b]
-    return bool(shared) and not any(a[key] and b[key] for key in shared)
-
-
-def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
-    """The instructions that created nodes, each with the parameters that its nodes use."""
-    result: dict[Instruction | None, set[tuple[str, int]]] = {}
-    for node in nodes:
-        if not is_leaf(node):
-            uses = result.setdefault(log.instruction_of(sequence(node)), set())
-            uses.update((node.name(), id(p)) for p in parameters_of_node(node))
-    return result
-
-
-def _entry(log: Log, edge: StaleEdge) -> tuple[Instruction | None, str]:
-    """The instruction that takes the old tensor in, and the path of the tensor."""
-
-    def matches(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.grad_fn is edge.old
-
-    entry = log.instruction_of(sequence(edge.entry)) or log.recurrent
-    return entry, log.state_name(entry, matches)
+def _instructions(log: Log, nodes: Iterable[Any]) -> set[Instruction]:
+    """The instructions that created nodes, as far as known."""
+    created = (log.instruction_of(sequence(node)) for node in nodes if not is_leaf(node))
+    return {each for each in created if each}
 
 
 def _position(log: Log, node: Any) -> int:
@@ -149,28 +126,30 @@ def _position(log: Log, node: Any) -> int:
     return bisect_left(log.backwards, sequence(node), key=lambda past: past.boundary)
 
 
+def _entry(log: Log, edge: StaleEdge) -> Instruction | None:
+    """The instruction that takes the old tensor in."""
+    return log.instruction_of(sequence(edge.entry)) or log.recurrent
+
+
+def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
+    """The variables that carry old tensors in."""
+    entries = dict.fromkeys(_entry(log, edge) for edge in edges)
+    return [path for at in entries if at for path, _ in log.carried.get(at, []) if path]
+
+
 def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
     """States that were carried with the graph of their chunk."""
-    past, (entry, name) = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
-    entries = dict.fromkeys(_entry(log, state)[0] for state in states)
-    carriers = [each for at in entries if at for each in log.carried.get(at, [])]
+    past, entry = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
+    carriers = log.carried.get(entry, []) if entry else []
     passed = next((at for _, at in carriers if at), line_of(entry) if entry else line)
     retained = past.retain and change != ""
-    at = past.line if retained else passed
+    at, paths = past.line if retained else passed, _paths(log, states)
     details = [change or "A backward has freed that graph."]
     if entry and line_of(entry) != at:
         details.append(f"It enters at {line_of(entry)}.")
-    fix = detach_fix([path for path, _ in carriers] or [name], losses=int(retained))
-    code, chunks = "TT102" if retained else "TT101", (past.chunk, log.chunk)
-    return Fault(code, at, " ".join(details), name, chunks, fix)
-
-
-def _sent_twice(log: Log, node: Any, backward: Backward, name: str, change: str) -> Fault:
-    """A graph that two backwards go through without a forward pass in between."""
-    past = log.backwards[_position(log, node)]
-    return Fault(
-        "TT105", backward.line, change or f"The backward at {past.line} has freed it.", name
-    )
+    fix, chunks = detach_fix(paths, losses=int(retained)), (past.chunk, log.chunk)
+    name = next(iter(paths), "")
+    return Fault("TT102" if retained else "TT101", at, " ".join(details), name, chunks, fix)
 
 
 def lanes_of_error(error: BaseException) -> Fault | None:

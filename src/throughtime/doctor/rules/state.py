@@ -150,9 +150,8 @@ class StateRule:
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
         unit, line = call.unit, line_of(call.instruction)
-        name = self.log.state_name(call.instruction, lambda v: any(v is t for t in call.entered))
         chunks = origin.chunk, call.chunk
-        fault = Fault("", line, f"The state enters at {line}.", name, chunks)
+        fault = Fault("", line, f"The state enters at {line}.", chunks=chunks)
         same_mode = call.training == origin.training
         if same_mode and self._begins_again(call, origin, order, fault):
             return
