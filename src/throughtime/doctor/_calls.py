@@ -32,7 +32,7 @@ CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
 MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
-MAX_PARENTS = 8  # units in one step of a cell by hand
+MAX_PARENTS = 16  # units in one step of a cell by hand
 
 
 @dataclass(eq=False)
@@ -47,11 +47,10 @@ class Unit:
     carried: bool = False  # a state entered the next chunk in time
     in_order: bool = False  # the last one did
     jumps: bool = False  # a state jumped in time
+    trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
-    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
-    trained: int = 0  # the most calls connected before a backward
     fresh: "list[UnitCall]" = field(default_factory=list)  # chunks that started from one state
     wrap: Any = None  # the fault of a state that entered what it comes from
 
@@ -221,7 +220,7 @@ class Calls:
         call.parents = tuple(c for c in behind if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
-            self.log.recurrent = self.log.units[unit] = call.instruction
+            self.log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
             return self._continued(origin, call, is_cut)
@@ -236,7 +235,7 @@ class Calls:
             call.edited |= not origin.outputs and any(root.edited for _, root in pairs)
         if call.before:
             call.before.before = None
-        if unit.confirmed and (origin or (is_known and not call.has_graph)):
+        if unit.confirmed and (origin or (is_known and states and not call.has_graph)):
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call

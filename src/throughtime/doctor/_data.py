@@ -62,7 +62,7 @@ class Operation:
         return [t for t in self.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
 
     def is_edit(self, states: int) -> bool:
-        """Whether it may mask or exchange values of a state: a factor other than 0 and 1 does not."""
+        """Whether it may mask or exchange values of a state; a factor like 0.9 does not."""
         numbers = {each for each in self.args if isinstance(each, (int, float))}
         return self.name in EDITS and (len(self.fluid) > states or bool(numbers & {0, 1}))
 

@@ -13,7 +13,6 @@ import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 from torch.utils.data import (
-    DistributedSampler,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -329,6 +328,4 @@ def _depends_on_mode(module: nn.Module) -> bool:
 def draws_at_random(sampler: Any) -> bool:
     """Whether a sampler, or that of a batch sampler, does not keep the order of time."""
     sampler = getattr(sampler, "sampler", sampler)
-    if isinstance(sampler, DistributedSampler):
-        return bool(sampler.shuffle) or sampler.num_replicas > 1
     return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))

@@ -178,7 +178,7 @@ def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The first items or attributes of a value, each with its path suffix, such as `[0]` or `.h`."""
+    """The first items or attributes of a value, each with its path suffix: `[0]` or `.h`."""
     items: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
         items = ((f"[{key!r}]", item) for key, item in value.items())

@@ -128,7 +128,7 @@ def _position(log: Log, node: Any) -> int:
 
 def _entry(log: Log, edge: StaleEdge) -> Instruction | None:
     """The instruction that takes the old tensor in."""
-    return log.instruction_of(sequence(edge.entry)) or log.recurrent
+    return log.instruction_of(sequence(edge.entry))
 
 
 def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:

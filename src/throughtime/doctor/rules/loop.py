@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from throughtime.doctor._frames import INDICES, current_frame, line_of, user_frames, variable_path
-from throughtime.doctor._graph import FREED, reaches_unusable
 from throughtime.doctor._log import Backward, Clear, Clip, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
 
@@ -116,7 +115,7 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
         tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
-        if len(tensors) != MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
+        if len(tensors) != MIN_KEPT:
             continue
         frames = user_frames(current_frame())
         paths = (variable_path(lambda v, t=t: v is t, frames, MAX_HELD_DEPTH) for t in tensors)

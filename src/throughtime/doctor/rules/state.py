@@ -16,9 +16,8 @@ from throughtime.doctor._order import Lane, relation, same_start
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
-LONG = 256  # steps before the only backward
+LONG = 256  # calls in one graph, in training
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
-REPEATS = 4  # calls on the same inputs before it is reported
 CHUNKS = 2  # that show a fault before it is reported
 
 
@@ -105,9 +104,6 @@ class StateRule:
         self.pending.clear()
         self.log.targets = 0
         for unit in self.calls.units.values():
-            call, unit.repeated = unit.repeated, None
-            if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
-                self._add("TT210", call)
             for call in unit.last.values():
                 if call.stepwise and call.chunk == self.log.chunk:
                     self.report(Fault("TT203", line_of(call.stepwise), after=CHUNKS))
@@ -233,8 +229,6 @@ class StateRule:
         if not same or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
-        if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
-            call.unit.repeated = call
         return at_once
 
     # --- the graph
@@ -244,10 +238,7 @@ class StateRule:
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
         longest = 2 * (call.unit.trained or LONG)
         endless = call.training is False or not self.log.chunk or call.graph_calls > longest
-        grows = call.chunk == self.log.chunk and call.graph_calls >= limit and endless
-        # a cell that runs through one sequence is no stream
-        only = self.log.chunk == 1 and not call.chunk and call.steps > call.count
-        if grows or (only and call.graph_steps >= LONG):
+        if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             self._add("TT202", call, f"{call.graph_steps} steps are in one graph.")
 
     def close(self) -> None:
