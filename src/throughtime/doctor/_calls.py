@@ -23,8 +23,8 @@ from throughtime.doctor._data import (
     RootTable,
     unknown,
 )
-from throughtime.doctor._frames import Instruction
-from throughtime.doctor._log import Log
+from throughtime.doctor._frames import Instruction, line_of
+from throughtime.doctor._log import Fault, Log
 from throughtime.doctor._order import Lane, lane
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -100,6 +100,9 @@ class UnitCall:
 class Calls:
     """Makes calls of operations, and hands each new one to the rule."""
 
+    # the last view: a weak reference, the shape before, the instruction
+    viewed: tuple[Any, Any, Any] = (lambda: None), (), None
+
     def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
         self.log, self.table, self.rule = log, table, rule
         self.units: dict[Any, Unit] = {}  # by their key
@@ -122,17 +125,24 @@ class Calls:
             not own.reads or reads[0][0] in {own.reads[0][at] for at in (0, 2)}
         ):  # fmt: skip
             reads = None  # its own prediction, which has no place in the data
+        self._check_view(inputs)
         call = self._new(key, op, reads)
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
             call.bidirectional = bool(args[8 if packed else 7])
         call = self._add(call, states, -2 if states[0].dim() > 1 + layer else None)
         for i, out in enumerate(op.outputs):
-            # by its hook alone it is not followed
-            is_followed = reads and op.func and not (layer and i)
-            marks = self.table.rows(inputs, out.shape) if is_followed else unknown(out.shape)
+            follow = bool(reads) and not i
+            marks = self.table.rows(inputs, out.shape) if follow else unknown(out.shape)
             self._become(self.table.add(out, marks), call)
         call.outputs = [t.detach().clone() for t in op.outputs[layer:]]
+
+    def _check_view(self, inputs: Tensor) -> None:
+        """TT213: the inputs are a view that exchanges sizes, and so mixes the rows."""
+        view, before, instruction = self.viewed
+        sizes = [[n for n in shape if n > 1] for shape in (before, inputs.shape)]
+        if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
+            self.rule.report(Fault("TT213", line_of(instruction), after=2))
 
     def _become(self, root: Root, call: UnitCall) -> None:
         """A root holds the result of a call."""
@@ -231,8 +241,10 @@ class Calls:
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
             call.cloned |= all(root.cloned for _, root in pairs if root.behind)
-            self._compare(call, origin, lane_dim)
-            call.edited |= not origin.outputs and any(root.edited for _, root in pairs)
+            if origin.outputs:
+                self._compare(call, origin)
+            else:  # by hand
+                call.edited = any(root.edited for _, root in pairs)
         if call.before:
             call.before.before = None
         if unit.confirmed and (origin or (is_known and states and not call.has_graph)):
@@ -270,13 +282,11 @@ class Calls:
         again = call.reads[0][0] == first != latest
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
-    def _compare(self, call: UnitCall, origin: UnitCall, lane_dim: int | None) -> None:
+    def _compare(self, call: UnitCall, origin: UnitCall) -> None:
         """Note the lane of an earlier call whose result each lane has, by its values."""
-        if not origin.outputs:
-            return
         state, result = (
-            tensors[0].movedim(lane_dim, 0).flatten(1) if lane_dim is not None else tensors[0][None]
-            for tensors in (call.states, origin.outputs)
+            each[0].movedim(-2, 0).flatten(1) if each[0].dim() > 1 else each[0][None]
+            for each in (call.states, origin.outputs)
         )
         if state.shape[1:] != result.shape[1:] or state.device != result.device:
             call.edited = True

@@ -21,7 +21,6 @@ from throughtime.doctor._frames import Instruction
 from throughtime.doctor._graph import base_of, storage_of, version_of
 
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
-MOST = 2**63 - 1
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
 MAX_ARRAYS = 8  # of NumPy, kept alive
@@ -193,9 +192,9 @@ class RootTable:
         learned = not op.is_choice and (
             any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
         )
-        # what is computed from most of the raw data together is new data
+        # what is computed from all of its arguments together is new data
         mixed = bool(known) and not learned and all(
-            shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
+            shared(t, out.shape) < min(t.dim(), out.dim()) for t, _ in known
         )  # fmt: skip
         marks = self._moved(op, out, roots)
         if not marks and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
@@ -239,12 +238,6 @@ class RootTable:
             results.append((result if isinstance(result, Tensor) else result[0]).cpu())
         return results[0], results[1]
 
-    def _is_most(self, tensor: Tensor) -> bool:
-        """Whether a tensor covers most of the raw data that it was made of."""
-        first, last = map(int, self.rows(tensor, ()))
-        root = self.raw.get(first // SPAN)
-        return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
-
     def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
         """The marks of the data in front: of those that share most dimensions with the result."""
         data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
@@ -260,14 +253,14 @@ class RootTable:
         tensor, lead = tensor.detach(), shared(tensor, shape)
         while math.prod(shape[:lead]) > MAX_MARKS:
             lead -= 1
-        ends = (tensor[(..., *[at] * (tensor.dim() - lead))] for at in (0, -1))
-        first, last = (torch.stack(pair) for pair in zip(*map(self.marks, ends), strict=True))
-        first = first.masked_fill(first == 0, MOST).amin(0)
-        after = [1] * (len(shape) - lead)
-        first, last = (
-            each.reshape((*shape[:lead], *after)).expand(shape)
-            for each in (first.masked_fill(first == MOST, 0), last.amax(0))
+        if lead == len(shape) == tensor.dim():
+            return self.marks(tensor)
+        (first, other), (end, last) = (
+            self.marks(tensor[(..., *[at] * (tensor.dim() - lead))]) for at in (0, -1)
         )
+        first = torch.where(first == 0, end, first).minimum(torch.where(end == 0, first, end))
+        last, after = last.maximum(other), [1] * (len(shape) - lead)
+        first, last = (m.reshape((*shape[:lead], *after)).expand(shape) for m in (first, last))
         return first, last
 
     def from_array(self, array: Any, out: Tensor) -> None:

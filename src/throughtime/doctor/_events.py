@@ -23,6 +23,7 @@ from throughtime.doctor._frames import (
     current_frame,
     current_line,
     line_in,
+    tensors,
     user_frame,
 )
 from throughtime.doctor._graph import (
@@ -38,7 +39,7 @@ from throughtime.doctor.findings import Finding, FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
 from throughtime.doctor.rules.loop import AT
 from throughtime.doctor.rules.state import StateRule
-from throughtime.doctor.watcher import Watcher, is_replaced, tensors
+from throughtime.doctor.watcher import Watcher, is_replaced
 
 MAX_NODES = 4_000  # nodes visited in the graph of a backward
 # the calls of a model in training (t), in evaluation with a graph (e) and without one (v), and its
@@ -64,7 +65,7 @@ class LoopEvents:
         self._watch_until = FIRST_CHUNKS  # the chunk
         self._in_backward = self._in_step = False
         self._depth = 0  # modules that run now, one inside the other
-        self._outermost: nn.Module | None = None  # the one that runs
+        self._outermost = nn.Module()  # the one that runs
         self._past = weakref.WeakKeyDictionary[nn.Module, str]()  # of outermost modules, see above
         self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
         self._hidden = weakref.WeakSet[nn.Module]()  # layers that their model has not registered
@@ -75,15 +76,11 @@ class LoopEvents:
         """Install the hooks and wrappers, and watch."""
         hooks = (
             modules.register_module_forward_pre_hook(self._before_module),
-            modules.register_module_forward_hook(
-                self._after_module, with_kwargs=True, always_call=True
-            ),
+            modules.register_module_forward_hook(self._after_module, always_call=True),
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
         self._undo += [hook.remove for hook in hooks]
-        flags: Any = vars(modules)["_global_forward_hooks_with_kwargs"]  # which torch leaves
-        self._undo.append(functools.partial(flags.pop, hooks[1].id))
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
@@ -161,19 +158,17 @@ class LoopEvents:
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
                 self._watch()
-        elif log.chunk < FIRST_CHUNKS and self._outermost:
-            if all(each is not module for each in self._outermost.modules()):
-                self._hidden.add(module)
+        elif log.chunk < FIRST_CHUNKS and module not in {*self._outermost.modules()}:
+            self._hidden.add(module)
+        if isinstance(module, nn.RNNBase):  # also while operations are not recorded
+            self.watcher.resume()
 
-    def _after_module(
-        self, module: nn.Module, args: Any, kwargs: Any, result: Any = None
-    ) -> None:  # without kwargs after an error
+    def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if is_replaced() or self._ignored:
             return
         self._depth -= self._depth > 0
-        self._outermost = self._outermost if self._depth else None
-        if not self.watcher.awake and isinstance(module, nn.RNNBase) and result is not None:
-            self.watcher.guarded(self.watcher.record_layer, module, *args, *kwargs.values(), result)
+        if isinstance(module, nn.RNNBase) and not self.watcher.awake:
+            self.watcher.pause()
 
     def _eval(self, original: Any, module: nn.Module) -> Any:
         self._evals[module] = current_line()

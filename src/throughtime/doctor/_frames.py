@@ -3,11 +3,10 @@
 A frame is the user's if its file belongs neither to a library nor to throughtime.
 """
 
-import itertools
 import os
 import site
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
@@ -37,8 +36,7 @@ _FOLDERS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
 LIBRARY_FOLDERS = (*_FOLDERS, *(str(Path(folder).resolve()) for folder in _FOLDERS))
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
-INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
-MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
+PART = "[...]"  # behind the path of a container
 MAX_ITEMS = 64  # items searched per container
 
 
@@ -126,20 +124,31 @@ def line_of(instruction: Instruction) -> SourceLine:
     return SourceLine(code.co_filename, next(lines, code.co_firstlineno))
 
 
-def variable_path(
-    matches: Callable[[Any], bool], frames: Iterable[FrameType], depth: int = MAX_PATH_DEPTH
-) -> str:
-    """The path from a variable of these frames to the first value that matches: `self.h[0]`.
+def variable_path(matches: Callable[[Tensor], bool], frame: FrameType) -> str:
+    """The path of the first variable of a frame that is or holds a matching tensor, as `self.h`.
 
     Empty if there is none. `self` is searched first.
     """
-    for frame in frames:
-        variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
-        for name, value in variables if frame.f_code.co_name not in COMPREHENSIONS else ():
-            path = "" if name.startswith("__") else _search(value, matches, name, depth)
-            if path:
-                return path
+    variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
+    for name, value in variables if frame.f_code.co_name not in COMPREHENSIONS else ():
+        held = {name: value}
+        if hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
+            attributes = vars(value) | vars(value).get("_buffers", {})
+            held = {f"{name}.{key}": each for key, each in attributes.items()}
+        for path, each in held.items():
+            if any(map(matches, tensors(each))):
+                return path if isinstance(each, Tensor) else f"{path}{PART}"
     return ""
+
+
+def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors among arguments, results or values; of a long list those at its end."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    branches = list(tree.values()) if isinstance(tree, dict) else tree
+    if not isinstance(branches, (tuple, list)) or not depth:
+        return []
+    return [each for branch in branches[-MAX_ITEMS:] for each in tensors(branch, depth - 1)]
 
 
 def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
@@ -149,44 +158,15 @@ def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
     inside the loop.
     """
     storage, result, passed = storage_of(tensor), ("", None), False
-
-    def matches(value: Any) -> bool:
-        return value is tensor or (
-            isinstance(value, Tensor) and value.requires_grad and storage_of(value) == storage
-        )
-
     for each in user_frames(frame):
-        path, code = variable_path(matches, [each]), each.f_code
-        if not path and result[0]:
-            break
+        code = each.f_code
+        path = variable_path(lambda t: t.requires_grad and storage_of(t) == storage, each)
         if path:
             result = path, line_in(each) if passed else None
-            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            is_argument = path.split("[")[0] in arguments
-            if not is_argument and code.co_name != "forward":
-                break
-            passed |= is_argument
+        is_argument = (
+            path.removesuffix(PART) in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        )
+        if result[0] and not (is_argument or (path and code.co_name == "forward")):
+            break
+        passed |= is_argument
     return result
-
-
-def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str:
-    if matches(value):
-        return path
-    parts = _parts(value) if depth and not isinstance(value, Tensor) else ()
-    found = (_search(part, matches, path + name, depth - 1) for name, part in parts)
-    return next(filter(None, found), "")
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The first items or attributes of a value, each with its path suffix: `[0]` or `.h`."""
-    items: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        items = ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (tuple, list)):
-        items = ((f"[{i}]", item) for i, item in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
-        names = dict(vars(value))
-        for parts in ("_buffers", "_modules"):  # of a module
-            names |= names.pop(parts, {})
-        items = ((f".{name}", item) for name, item in names.items())
-    return itertools.islice(items, MAX_ITEMS)

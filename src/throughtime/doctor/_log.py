@@ -75,14 +75,6 @@ class Close:
 Event = Backward | Clear | WeightStep | Clip | Close
 
 
-class Sum(NamedTuple):
-    """A running sum of losses with its graph."""
-
-    number: int  # the sequence number of its node
-    chunk: int
-    depth: int = 0  # chunks before this one that it goes through
-
-
 class Fault(NamedTuple):
     """The arguments of `FindingList.add`."""
 
@@ -123,7 +115,8 @@ class Log:
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
     compared_at: Instruction | None = None
-    sums: dict[Instruction, Sum] = field(default_factory=dict)
+    # sums of losses: the node of the last value, and the chunks before that it goes through
+    sums: dict[Instruction, tuple[int, int]] = field(default_factory=dict)
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
     several: bool = False  # a forward pass has several losses
 

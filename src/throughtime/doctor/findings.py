@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from throughtime.doctor._frames import INDICES, SourceLine
+from throughtime.doctor._frames import PART, SourceLine
 from throughtime.doctor._log import Fault
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -72,8 +72,8 @@ def translated(text: str) -> str:
 
 
 def detached(path: str) -> str:
-    """The statement that detaches a variable, or the whole of which the path is a part."""
-    whole = re.sub(INDICES, "", path)
+    """The statement that detaches a variable, or the container at a path."""
+    whole = path.removesuffix(PART)
     return f"{path} = {path}.detach()" if whole == path else f"{whole} = tt.state.detach({whole})"
 
 

@@ -19,6 +19,7 @@ from throughtime.doctor._frames import (
     carrier,
     current_frame,
     current_line,
+    tensors,
     user_frame,
 )
 from throughtime.doctor._graph import (
@@ -29,16 +30,14 @@ from throughtime.doctor._graph import (
     current_mode,
     is_transformed,
     mode_depth,
-    reachable_nodes,
     sequence,
     version_of,
 )
-from throughtime.doctor._log import Clip, Log, Sum
+from throughtime.doctor._log import Clip, Log
 from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
-MAX_SUM = 32  # nodes between a sum and its last value
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
@@ -84,7 +83,8 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.closed or self.busy or not self.awake or is_question(func) or is_replaced():
+        asleep = not self.awake and operation_name(func) not in RECURRENT
+        if self.closed or self.busy or asleep or is_question(func) or is_replaced():
             return func(*args, **kwargs)
         iterates = func is Tensor.__iter__
         result = torch.unbind(*args) if iterates else func(*args, **kwargs)
@@ -133,7 +133,7 @@ class Watcher(TorchFunctionMode):
         self.operations += 1
         if self.operations > MAX_OPERATIONS:
             self.awake = self.table.complete = False
-            self.log.sums.clear()  # they are not followed to their end
+            self.log.results.clear()  # they are not followed to their end
         changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
         outputs = inputs[:1] if changes else outputs
         if not outputs:
@@ -146,6 +146,8 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and is_discrete)
         )
+        if name in {"view", "reshape"}:
+            self.calls.viewed = weakref.ref(first), inputs[0].shape, op.instruction
         if first.grad_fn:
             self._record_graph(op)
         if name in RECURRENT:
@@ -158,19 +160,6 @@ class Watcher(TorchFunctionMode):
         if is_direct:
             self.calls.by_hand(op, frame)
 
-    def record_layer(self, module: Any, inputs: Any, *state_and_result: Any) -> None:
-        """Record a call of a layer by its hook, while operations are not recorded."""
-        *state, result = state_and_result
-        if not isinstance(inputs, Tensor) or not (frame := user_frame(current_frame())):
-            return
-        states = tensors(state) or [torch.zeros(1, 1, 1)]
-        args = (inputs, states, module._flat_weights, None, None, None, None, module.bidirectional,
-                module.batch_first)  # fmt: skip
-        self.calls.layer_or_cell(
-            Operation(module.mode.lower(), None, args, {}, [inputs], tensors(result),
-                      self.instruction_at(frame))
-        )  # fmt: skip
-
     def _record_graph(self, op: Operation) -> None:
         """Record the results that have a graph, what they sum and what they are compared with."""
         first, log = op.outputs[0], self.log
@@ -182,8 +171,6 @@ class Watcher(TorchFunctionMode):
         if op.name in RECURRENT:
             return
         log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
-        if first.numel() == 1:
-            self._record_sum(op)
         sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
         if sizes and any(t.grad_fn for t in op.inputs):
             # one comparison at each step, or of the whole chunk
@@ -203,14 +190,6 @@ class Watcher(TorchFunctionMode):
             self.table.change(op)
         return is_parameter
 
-    def _record_sum(self, op: Operation) -> None:
-        """Count the chunks that a running sum of losses goes through."""
-        log, node = self.log, op.outputs[0].grad_fn
-        last, depth = log.sums.get(op.instruction), 0
-        if last and last.number in map(sequence, reachable_nodes(node, MAX_SUM, last.number - 1)):
-            depth = last.depth + (last.chunk < log.chunk)
-        log.sums[op.instruction] = Sum(sequence(node), log.chunk, depth)
-
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
         weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
@@ -228,15 +207,6 @@ class Watcher(TorchFunctionMode):
 def is_replaced() -> bool:
     """Whether torch compiles or transforms the operations."""
     return torch.compiler.is_compiling() or is_transformed()
-
-
-def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if not isinstance(tree, (tuple, list)) or not depth:
-        return []
-    return [tensor for branch in tree for tensor in tensors(branch, depth - 1)]
 
 
 @lru_cache(maxsize=4096)

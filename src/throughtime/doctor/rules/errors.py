@@ -10,12 +10,11 @@ shows why:
 - a graph that is sent back twice, if no forward pass has run in between (TT105).
 """
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
 from throughtime.doctor._graph import (
@@ -55,35 +54,28 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
     parts, node = VERSIONS.search(message), changed_node(root, message)
     if not parts or not node:
         return None
-    shape, now = sorted(map(int, re.findall(r"\d+", parts[1]))), int(parts[2])
-    parameter = next(
-        (p for p in parameters_of_node(node) if (sorted(p.shape), version_of(p)) == (shape, now)),
-        None,
+    number, now, expected = sequence(node), int(parts[2]), int(parts[3])
+    shape = sorted(map(int, re.findall(r"\d+", parts[1])))
+    same = (
+        p for p in parameters_of_node(node) if version_of(p) == now and sorted(p.shape) == shape
     )
-    at = _line_of_step(log, sequence(node), parameter)
-    if not at:
-        changes = [
-            (sorted(of) == shape, instruction)
-            for version, of, instruction, last in log.in_place
-            if int(parts[3]) < version <= now and last >= sequence(node) - 64
-        ]
-        changes.sort(key=lambda change: not change[0])
-        at = next((line_of(instruction) for _, instruction in changes), None)
-    user = log.instruction_of(sequence(node))
-    detail = f"It is needed by the operation at {line_of(user)}." if user else ""
+    parameter = next(same, None)
+    at = [
+        line_of(instruction)
+        for version, of, instruction, last in log.in_place
+        if expected < version <= now and last >= number - 64 and math.prod(of) >= math.prod(shape)
+    ]
+    if parameter is not None:
+        steps = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
+        at = [step.line for step in steps if id(parameter) in step.parameters] or at
+    line, user = next(iter(at), None), log.instruction_of(number)
     past = log.backwards[_position(log, node) :]
-    if parameter is None:
-        return Fault("TT103", at, detail)
-    if not any(each.retain for each in past) and not reaches_unusable(node, MAX_OLD_NODES, FREED):
-        return Fault("TT103", at, detail, fix=BACKWARD_FIRST)  # no backward has gone through it
-    change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
-    return _entered(log, root, backward, change)
-
-
-def _line_of_step(log: Log, number: int, parameter: Tensor | None) -> SourceLine | None:
-    """The line of the first optimizer step after a node that changed a parameter."""
-    steps = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
-    return next((step.line for step in steps if id(parameter) in step.parameters), None)
+    if parameter is None or not (
+        any(each.retain for each in past) or reaches_unusable(node, MAX_OLD_NODES, FREED)
+    ):  # no backward has gone through it
+        detail = f"It is needed by the operation at {line_of(user)}." if user else ""
+        return Fault("TT103", line, detail, fix=BACKWARD_FIRST * (parameter is not None))
+    return _entered(log, root, backward, f"Parameters of the older graph were changed at {line}.")
 
 
 def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | None:

@@ -5,11 +5,11 @@ its last event, and yields the faults that it finds; `AT` lists them by event. A
 does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from throughtime.doctor._frames import INDICES, current_frame, line_of, user_frames, variable_path
+from throughtime.doctor._frames import PART, current_frame, line_of, user_frames, variable_path
+from throughtime.doctor._graph import LEAF, reachable_nodes, sequence
 from throughtime.doctor._log import Backward, Clear, Clip, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
 
@@ -18,7 +18,7 @@ MAX_STEPS = 8  # that are compared with the last one
 MAX_REACH = 6  # passes behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
-MAX_HELD_DEPTH = 4  # attributes and indices between a variable and a result that it keeps
+MAX_SUM = 1000  # nodes between a sum and its last value
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
 
 
@@ -83,46 +83,53 @@ def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
 def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back, over steps in between."""
     ended = isinstance(event, Close)
-    for line in dict.fromkeys(each.line for each in (log.backwards if ended else [event])):
+    for line in {each.line: None for each in (log.backwards if ended else [event])}:
         passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
-        far = [each for each in passes if each.reach >= MAX_REACH]
-        last = next(iter([*far, *passes[-1:]]), None)
-        grows = ended and all(a.reach < b.reach for a, b in pairwise(passes))
-        if not last or last.reach < (MIN_REACH if grows else MAX_REACH):
+        reach = passes[-1].reach if passes else 0
+        if reach < MAX_REACH and not (ended and MIN_REACH <= reach == len(passes) - 1):
             continue
-        first = passes[passes.index(last) - last.reach]
-        if first.steps < last.steps or not log.crossed.isdisjoint(
-            range(first.chunk + 1, last.chunk + 1)
-        ):
+        first, last = passes[-1 - reach], passes[-1]
+        chunks = range(first.chunk + 1, last.chunk + 1)
+        if first.steps < last.steps or not log.crossed.isdisjoint(chunks):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
-            name, fix = next(iter(paths), ""), detach_fix(paths, losses=1 + log.several)
-            detail = f"It reaches {last.reach} passes back."
-            yield Fault("TT102", line, detail, name, fix=fix)
+            fix = detach_fix(paths, losses=1 + log.several)
+            name = paths[0] if paths else ""
+            yield Fault("TT102", line, f"It reaches {reach} passes back.", name, fix=fix)
 
 
-def summed(log: Log, _: Backward) -> Iterator[Fault]:
+def summed(log: Log, event: Backward) -> Iterator[Fault]:
     """TT104: a sum of losses with its graph over chunks."""
-    for instruction, each in log.sums.items():
-        if each.depth >= MIN_SUMMED:
+    for instruction, by_chunk in log.results.items():
+        total = by_chunk[event.chunk]() if event.chunk in by_chunk else None
+        if total is None or total.numel() > 1 or not total.grad_fn:
+            continue
+        before, depth = log.sums.get(instruction, (LEAF, 0))
+        nodes = reachable_nodes(total.grad_fn, MAX_SUM, before - 1)
+        depth = depth + 1 if before in map(sequence, nodes) else 0
+        log.sums[instruction] = sequence(total.grad_fn), depth
+        if depth >= MIN_SUMMED:
             fix = OWN_LOSS if instruction in log.roots else ""
-            detail = f"The sum goes through {each.depth} chunks."
-            yield Fault("TT104", line_of(instruction), detail, fix=fix)
+            yield Fault(
+                "TT104", line_of(instruction), f"The sum goes through {depth} chunks.", fix=fix
+            )
 
 
 def kept(log: Log, _: Backward) -> Iterator[Fault]:
     """TT104: results of several chunks that still exist, although their graphs were used."""
+    frames = user_frames(current_frame())
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
         tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
         if len(tensors) != MIN_KEPT:
             continue
-        frames = user_frames(current_frame())
-        paths = (variable_path(lambda v, t=t: v is t, frames, MAX_HELD_DEPTH) for t in tensors)
-        # rows of a container may be objects that hold them
-        holders = {re.sub(INDICES, "", path[: path.rfind("]") + 1]) for path in paths} - {""}
-        if len(holders) == 1:
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", holders.pop())
+        holders = {
+            next(filter(None, (variable_path(lambda v, t=t: v is t, f) for f in frames)), "")
+            for t in tensors
+        }
+        if len(holders) == 1 and holders != {""}:
+            name = holders.pop().removesuffix(PART)
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", name)
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
