@@ -34,7 +34,7 @@ from throughtime.doctor._graph import (
     reachable_nodes,
     sequence,
 )
-from throughtime.doctor._log import Backward, Clear, Close, Event, Log, WeightStep
+from throughtime.doctor._log import Backward, Change, Close, Event, Log, WeightStep
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
 from throughtime.doctor.rules.loop import AT
@@ -59,7 +59,7 @@ class LoopEvents:
         self.state = StateRule(self.log, findings.add)
         self.watcher = Watcher(self.log, self.state)
         self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
-        self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
+        self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
@@ -218,9 +218,9 @@ class LoopEvents:
         """The facts of a backward before it runs."""
         log = self.log
         backward.chunk, backward.steps, backward.newest = log.chunk, log.steps, next_sequence()
-        for optimizer, last in self._last_grads.items():
-            if (grad := last()) is not None and not _has_values(grad):  # cleared by hand
-                log.append(Clear(frozenset(map(id, parameters_of(optimizer)))))
+        for step in self._last_steps.values():
+            if step.grad and (grad := step.grad()) is not None and not _has_values(grad):
+                log.append(Change("c", step.parameters))  # by hand
         if root is None:
             return
         number = backward.number = sequence(root)
@@ -254,12 +254,13 @@ class LoopEvents:
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
         grad = grads[0] if grads else None
-        last = self._last_grads.get(optimizer, lambda: None)()
-        step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
-        step.number = next_sequence() - 1
+        before = self._last_steps.get(optimizer)
+        step = WeightStep(frozenset(map(id, parameters)), current_line(), before)
+        step.chunk, step.number = log.chunk, next_sequence() - 1
         step.lacks = not closure and not any(map(_has_values, grads))
-        step.repeated = grad is not None and grad is last
-        step.lost = -any(map(has_hook, parameters))
+        step.grad = grad if grad is None else weakref.ref(grad)
+        step.repeated = bool(before and grad is not None and before.grad and before.grad() is grad)
+        step.has_hooks = any(map(has_hook, parameters))
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:
             # layers that are not registered, or all of a model, may train in no optimizer
@@ -273,15 +274,15 @@ class LoopEvents:
                 self._past[module] = past + "s"
                 if FORGOTTEN.search(past + "s") and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
-        if grad is not None:
-            self._last_grads[optimizer] = weakref.ref(grad)
+        self._last_steps[optimizer] = step
         self.emit(step)
+        step.before = None
         for each in log.backwards[-1:]:  # for the other optimizers
             each.used = True
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         of = nn.Module.parameters if isinstance(owner, nn.Module) else parameters_of
-        self.emit(Clear(frozenset(map(id, of(owner))), current_line()))
+        self.log.append(Change("c", frozenset(map(id, of(owner))), current_line()))
         return original(owner, *args, **kwargs)
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:

@@ -23,6 +23,7 @@ MAX_EVENTS = 4_096  # events remembered, at least
 class Backward:
     """A backward of the user; its facts are those before it ran."""
 
+    letter = "b"
     line: SourceLine
     retain: bool = False
     used: bool = False  # its gradients were read or stepped with, or this was not watched
@@ -35,10 +36,11 @@ class Backward:
 
 
 @dataclass(slots=True, eq=False)
-class Clear:
-    """A call that clears gradients."""
+class Change:
+    """A call that clears gradients or clips them."""
 
-    parameters: frozenset[int]  # their ids
+    letter: str  # "c" or "l"
+    parameters: frozenset[int]  # their ids; of a clip that of the first
     line: SourceLine | None = None  # `None` by hand
 
 
@@ -46,25 +48,21 @@ class Clear:
 class WeightStep:
     """An optimizer step; its facts are those after it."""
 
-    optimizer: int  # its id
     parameters: frozenset[int]
     line: SourceLine | None
+    before: "WeightStep | None" = None  # the last one of the optimizer
+    grad: Any = None  # a weak reference to a gradient
     chunk: int = 0
     number: int = -1  # the largest sequence number before it
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
+    has_hooks: bool = False  # that use the gradients
     # the line that made the optimizer, if gradients arrived at parameters that none has
     constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
-    lost: int = 0  # backwards before it whose gradients were cleared unused; -1 if hooks use them
-
-
-@dataclass(slots=True, eq=False)
-class Clip:
-    """A call that clips gradients."""
-
-    parameters: frozenset[int]  # the id of the first
-    line: SourceLine | None
+    lost: int = 0  # backwards before it whose gradients were cleared unused
+    run: int = 1  # steps in a row that lost as many
+    idle: int = 0  # steps in a row without a backward
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +70,7 @@ class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | WeightStep | Clip | Close
+Event = Backward | Change | WeightStep | Close
 
 
 class Fault(NamedTuple):
@@ -129,21 +127,14 @@ class Log:
             if len(events) > 2 * MAX_EVENTS:
                 del events[:MAX_EVENTS]
 
-    def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
-        """The last steps of an optimizer, the last one first."""
-        past = reversed(self.events)
-        steps = (e for e in past if isinstance(e, WeightStep) and e.optimizer == optimizer)
-        return list(islice(steps, most))
-
-    def before(self, step: WeightStep, *kinds: type) -> list[Any]:
-        """The events of these kinds between the last event, which is a step, and the step before.
+    def before(self, step: WeightStep) -> list[Any]:
+        """The backwards (b), clears (c) and clips (l) between a step, the last event, and the last.
 
         Only steps, clears and clips of any of its parameters count.
         """
         past: Iterator[Any] = islice(reversed(self.events), 1, None)
         own = (e for e in past if isinstance(e, Backward) or e.parameters & step.parameters)
-        later = takewhile(lambda event: not isinstance(event, WeightStep), own)
-        return [event for event in later if isinstance(event, kinds)][::-1]
+        return [*takewhile(lambda event: not isinstance(event, WeightStep), own)][::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""

@@ -33,7 +33,7 @@ from throughtime.doctor._graph import (
     sequence,
     version_of,
 )
-from throughtime.doctor._log import Clip, Log
+from throughtime.doctor._log import Change, Log
 from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
@@ -104,8 +104,8 @@ class Watcher(TorchFunctionMode):
                 each.used |= frame.f_code.co_name != "zero_grad"
         elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
             last = next(reversed(log.events), None)
-            if not isinstance(last, Clip) or last.line != line:  # one for all parameters
-                log.append(Clip(frozenset([id(parameter)]), line))
+            if not isinstance(last, Change) or last.line != line:  # one for all parameters
+                log.append(Change("l", frozenset([id(parameter)]), line))
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""

@@ -62,7 +62,7 @@ class ConvGRU(nn.Module):
     def forward(self, frames, h):
         ys = []
         for x in frames:
-            z, r = self.zr(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)
+            z, r = self.zr(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)  # <- TT204
             h = (1 - z) * h + z * torch.tanh(self.new(torch.cat([x, r * h], 1)))  # <- TT204
             ys.append(self.out(h))
         return torch.stack(ys), h

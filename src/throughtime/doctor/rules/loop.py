@@ -5,16 +5,15 @@ its last event, and yields the faults that it finds; `AT` lists them by event. A
 does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
+import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 from throughtime.doctor._frames import PART, current_frame, line_of, user_frames, variable_path
 from throughtime.doctor._graph import LEAF, reachable_nodes, sequence
-from throughtime.doctor._log import Backward, Clear, Clip, Close, Fault, Log, WeightStep
+from throughtime.doctor._log import Backward, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
 
-REPEATS = 2  # steps that show a fault before it is reported
-MAX_STEPS = 8  # that are compared with the last one
+MIN_LOST = 3  # steps in a row that lose the gradients of as many backwards
 MAX_REACH = 6  # passes behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
@@ -22,62 +21,39 @@ MAX_SUM = 1000  # nodes between a sum and its last value
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
 
 
-def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT302: gradients that were cleared before a step used them.
+def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
+    """The faults that the events since the last step show, as letters: see `Log.before`.
 
-    The step has none, or those of the last chunk only, as the steps before it.
+    TT302: gradients that were not cleared since the last step, or before a step used them: it has
+    none, or those of the last chunk only, as the steps before it. TT304: steps in a row that follow
+    a forward pass but no backward. TT306: every clip comes before any backward.
     """
-    past = log.before(event, Backward, Clear)
-    lost = [c for b, c in pairwise(past) if isinstance(b, Backward) and isinstance(c, Clear)]
-    backwards = {(each.line, each.used) for each in past if isinstance(each, Backward)}
-    if lost and not event.lost and backwards == {(past[-1].line, False)}:
-        event.lost = len(lost)
-    always = {each.lost for each in log.steps_of(event.optimizer, MAX_STEPS)} == {len(lost)}
-    if lost and (always or (event.lacks and isinstance(past[-1], Clear))):
+    past, before = log.before(step), step.before
+    letters = "".join(each.letter for each in past)
+    lines = {each.letter: each.line for each in past}  # the last ones
+    order = letters.replace("l", "")
+    if step.repeated and {*order} == {"b"}:
         yield Fault(
-            "TT302",
-            lost[-1].line,
-            "It clears the gradients before a step has used them.",
-            fix=CLEAR_ONCE * always,
-            after=REPEATS + always,
+            "TT302", step.line, "Nothing cleared the gradients since the last step.", after=2
         )
-
-
-def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT302: a step that uses the gradients of the last step again."""
-    past = log.before(event, Backward, Clear)
-    if event.repeated and {*map(type, past)} == {Backward}:
-        detail = (
-            "Nothing cleared the gradients since the previous step, so this step uses them again."
-        )
-        yield Fault("TT302", event.line, detail, after=REPEATS)
-
-
-def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT304: steps in a row that follow a forward pass but no backward."""
-    steps = log.steps_of(event.optimizer, REPEATS + 1)
-    idle = all(
-        step.lacks and step.chunk == before.chunk and step.number != before.number
-        for step, before in pairwise(steps)
-    )
-    if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
+    sent = {(each.line, each.used) for each in past if isinstance(each, Backward)}
+    if sent == {(lines.get("b"), False)} and not step.has_hooks:
+        step.lost = order.count("bc")
+    again = before is not None and step.lost == before.lost > 0
+    step.run = before.run + 1 if again and before else 1
+    if (step.lost and step.run >= MIN_LOST) or (step.lacks and re.fullmatch(".*b+c+", order)):
+        detail, fix = "It clears the gradients before a step has used them.", CLEAR_ONCE * again
+        yield Fault("TT302", lines["c"], detail, fix=fix, after=1 if again else 2)
+    is_idle = step.lacks and "b" not in order and before and step.number != before.number
+    step.idle = before.idle + 1 if is_idle and before else 0
+    if step.idle > 1 or (step.idle and step.chunk == 0):
         detail = "No backward has run since the step before, and no parameter has a gradient."
-        yield Fault("TT304", event.line, detail)
-
-
-def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT306: every clip since the last step comes before any backward."""
-    past = log.before(event, Backward, Clip)
-    clips = [each for each in past if isinstance(each, Clip)]
-    if clips and clips != past and clips == past[: len(clips)]:
-        yield Fault("TT306", clips[-1].line, after=REPEATS)
-
-
-def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT305: parameters that no optimizer has. TT307: a step in the mode of the validation."""
-    for code, line in (("TT305", event.constructed), ("TT307", event.evaluating)):
+        yield Fault("TT304", step.line, detail)
+    if re.fullmatch("c*l+[^l]*b[^l]*", letters):
+        yield Fault("TT306", lines["l"], after=2)
+    for code, line in (("TT305", step.constructed), ("TT307", step.evaluating)):
         if line:
-            yield Fault(code, line, after=REPEATS)
+            yield Fault(code, line, after=2)
 
 
 def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
@@ -123,23 +99,14 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
         tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
         if len(tensors) != MIN_KEPT:
             continue
-        holders = {
-            next(filter(None, (variable_path(lambda v, t=t: v is t, f) for f in frames)), "")
-            for t in tensors
-        }
-        if len(holders) == 1 and holders != {""}:
-            name = holders.pop().removesuffix(PART)
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", name)
+        paths = [variable_path(lambda v, t=t: v is t, frame) for t in tensors for frame in frames]
+        holders = {path.removesuffix(PART) for path in paths if path.endswith(PART)}
+        if len(holders) == 1:
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", *holders)
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
     Backward: (retained, summed, kept),
-    WeightStep: (
-        cleared_before_use,
-        never_cleared,
-        step_without_backward,
-        clipped_early,
-        untrained,
-    ),
+    WeightStep: (steps,),
     Close: (retained,),
 }

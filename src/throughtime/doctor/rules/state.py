@@ -29,7 +29,6 @@ class StateRule:
         self.calls: Calls
         self.pending: list[UnitCall] = []  # starts in this chunk
         self.recordings: dict[Root | None, None] = {}  # of which two adjacent chunks were read
-        self.entered: dict[Root | None, Fault] = {}  # raw data that a state of a recording entered
 
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
@@ -134,8 +133,6 @@ class StateRule:
         self._moves_on(unit, origin)
         self._report_wrap(unit)
         remember(self.recordings, recording, None)
-        if fault := self.entered.pop(recording, None):
-            self.report(fault)
 
     def _moves_on(self, unit: Unit, origin: UnitCall) -> None:
         """A state enters other inputs: those that it has read several times were not all."""
@@ -145,46 +142,40 @@ class StateRule:
 
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
-        unit, line = call.unit, line_of(call.instruction)
-        chunks = origin.chunk, call.chunk
-        fault = Fault("", line, f"The state enters at {line}.", chunks=chunks)
-        same_mode = call.training == origin.training
+        unit, line, loader = call.unit, line_of(call.instruction), self.log.loader
+        chunks, same_mode = (origin.chunk, call.chunk), call.training == origin.training
+        fault = Fault("TT208", line, f"The state enters at {line}.", chunks=chunks)
         if same_mode and self._begins_again(call, origin, order, fault):
             return
-        fault = self._fault(call, origin, order, fault)
-        if fault.code == "TT207":
+        code = self._code(call, origin, order)
+        if code == "TT207":
             unit.jumps, unit.in_order, unit.wrap = True, False, None
-        if fault.code:
-            self.report(fault)
+            line = loader if loader and call.batch != origin.batch else line
+        if code:
+            self.report(fault._replace(code=code, line=line))
         elif same_mode:
             self._moves_on(unit, origin)
 
-    def _fault(self, call: UnitCall, origin: UnitCall, order: str, fault: Fault) -> Fault:
-        """The fault of a state that does not go on in time; without a code there is none."""
-        log, unit, recording = self.log, call.unit, self.calls.recording(call)
-        from_recording = order == "start" and self.calls.recording(origin) in self.recordings
+    def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
+        """The code of a state that does not go on in time; empty if it is no fault."""
+        unit = call.unit
+        is_recording = self.calls.recording(origin) in self.recordings
+        from_recording = order == "start" and is_recording
         if call.training is False and call.cloned:
-            return fault  # validation starts from a copy, training keeps its state
-        new_data = order == "other" or from_recording
+            return ""  # validation starts from a copy, training keeps its state
+        new_data, at_once = order == "other" or from_recording, call.chunk == origin.chunk
         if call.training != origin.training or (call.grad != origin.grad and new_data):
-            return fault._replace(code="TT205")
-        new_batch = call.batch != origin.batch
-        if log.random and new_batch and call.batch[0] == origin.batch[0]:
-            return fault._replace(code="TT207", line=log.loader)
+            return "TT205"
+        if self.log.random and call.batch != origin.batch and call.batch[0] == origin.batch[0]:
+            return "TT207"
         if order == "rows" and not call.edited:
-            return fault._replace(code="TT206")
+            return "TT206"
         # what lies between may belong to other states, such as those of other users
-        if order == "jump" and call.before is origin and call.chunk != origin.chunk:
-            return fault._replace(code="TT207", line=(new_batch and log.loader) or fault.line)
-        if call.chunk == origin.chunk and order in {"start", "other"}:
-            unit.mixed = True
-        elif order == "other" and not unit.mixed:
-            return fault._replace(code="TT204")
-        if from_recording and recording in self.recordings:
-            return fault._replace(code="TT204")
-        if from_recording:  # reported when the next chunk shows that the data are a recording
-            remember(self.entered, recording, fault._replace(code="TT204"))
-        return fault
+        if order == "jump" and call.before is origin and not at_once:
+            return "TT207"
+        unit.mixed |= at_once and order in {"start", "other"}
+        is_other = order == "other" and not at_once and not unit.mixed
+        return "TT204" if is_other or from_recording else ""
 
     # --- the same inputs again
 
@@ -202,7 +193,7 @@ class StateRule:
             if not call.repeats:
                 self._report_wrap(unit)
             ends_pass = again and not (call.repeats and (in_batch or unit.reread))
-            unit.wrap = fault._replace(code="TT208") if ends_pass else None
+            unit.wrap = fault if ends_pass else None
         return again or call.repeats > 0
 
     def _report_wrap(self, unit: Unit) -> None:
