@@ -130,7 +130,8 @@ class Calls:
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
             call.bidirectional = bool(args[8 if packed else 7])
-        call = self._add(call, states, -2 if states[0].dim() > 1 + layer else None)
+        call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
+        call = self._add(call, states)
         for i, out in enumerate(op.outputs):
             follow = bool(reads) and not i
             marks = self.table.rows(inputs, out.shape) if follow else unknown(out.shape)
@@ -199,7 +200,8 @@ class Calls:
             return
         call = self._new(key, op, reads, confirmed=bool(own))
         states = own or [t for t, r in pairs if t is not source and not (r and r.learned)]
-        call = self._add(call, states, None if out.dim() == 1 else 0)
+        call.width = 1 if out.dim() == 1 else len(out)
+        call = self._add(call, states)
         call.parents = tuple(r.behind for _, r in pairs if r and r.behind not in {None, call})
         self._become(root, call)
 
@@ -214,15 +216,15 @@ class Calls:
         return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
                         log.training, torch.is_grad_enabled(), reads, before=before)  # fmt: skip
 
-    def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
+    def _add(self, call: UnitCall, states: list[Tensor]) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
         unit = call.unit
         pairs = [(t, root) for t in states if (root := self.table.root(t, new=False))]
         behind = [each.behind for _, each in pairs if each.behind]
         origin = next(filter(None, (_behind(each, unit.key) for each in behind)), None)
         last = unit.last.get(call.training)
-        is_known = not any(each.learned for _, each in pairs)
-        if is_known and last and _is_copy(states, last.outputs):
+        is_new = bool(states) and not any(each.learned for _, each in pairs)
+        if is_new and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
         call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
             not t.is_leaf for t in states
@@ -234,8 +236,6 @@ class Calls:
         if origin and origin is last and not self._is_boundary(call, origin):
             is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
             return self._continued(origin, call, is_cut)
-        if states and lane_dim is not None:
-            call.width = states[0].shape[lane_dim]
         call.states = [t.detach().clone() for t in states]
         call.origin = origin
         if origin:
@@ -247,7 +247,7 @@ class Calls:
                 call.edited = any(root.edited for _, root in pairs)
         if call.before:
             call.before.before = None
-        if unit.confirmed and (origin or (is_known and states and not call.has_graph)):
+        if unit.confirmed and (origin or (is_new and not call.has_graph)):
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call

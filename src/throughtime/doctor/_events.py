@@ -35,7 +35,7 @@ from throughtime.doctor._graph import (
     sequence,
 )
 from throughtime.doctor._log import Backward, Change, Close, Event, Log, WeightStep
-from throughtime.doctor.findings import Finding, FindingList
+from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
 from throughtime.doctor.rules.loop import AT
 from throughtime.doctor.rules.state import StateRule
@@ -200,8 +200,7 @@ class LoopEvents:
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
-            if finding := guarded(self._explain, str(error), roots, backward):
-                error.add_note(f"tt.doctor: {finding}")
+            guarded(self._explain, str(error), roots, backward)
             raise
         finally:
             self._in_backward = False
@@ -224,19 +223,18 @@ class LoopEvents:
         if root is None:
             return
         number = backward.number = sequence(root)
-        again = number <= log.boundary  # another backward has gone through the same forward pass
-        log.several |= again
         if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
         same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
-        if backward.retain and not again and len(same) <= MAX_RETAINED:
+        # several backwards may go through the same forward pass
+        if backward.retain and number > log.boundary and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
-    def _explain(self, message: str, roots: list[Any], backward: Backward) -> Finding | None:
+    def _explain(self, message: str, roots: list[Any], backward: Backward) -> None:
         faults = (explain(self.log, message, root, backward) for root in roots if root)
-        return self.findings.add(next(filter(None, faults), None))
+        self.findings.add(next(filter(None, faults), None))
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         # a closure would be the user's loop

@@ -116,7 +116,6 @@ class Log:
     # sums of losses: the node of the last value, and the chunks before that it goes through
     sums: dict[Instruction, tuple[int, int]] = field(default_factory=dict)
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
-    several: bool = False  # a forward pass has several losses
 
     def append(self, event: Event) -> None:
         """Add an event, and forget the oldest."""

@@ -77,18 +77,11 @@ def detached(path: str) -> str:
     return f"{path} = {path}.detach()" if whole == path else f"{whole} = tt.state.detach({whole})"
 
 
-def detach_fix(paths: Iterable[str], *, losses: int = 0) -> str:
-    """The fix for states that are carried with their graph; empty if no path is known.
-
-    `losses` are those of one forward pass that are sent back with retained graphs.
-    """
+def detach_fix(paths: Iterable[str], *, retained: bool = False) -> str:
+    """The fix for states that are carried with their graph; empty if no path is known."""
     statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
-    if not statements:
-        return ""
-    fix = f"between chunks: {statements}"
-    if losses > 1:
-        return f"{fix}; and one backward without retain_graph=True for the sum of the losses"
-    return f"{fix}; and loss.backward() without retain_graph=True" if losses else fix
+    backward = "; and one backward without retain_graph=True, for the sum of the losses" * retained
+    return f"between chunks: {statements}{backward}" if statements else ""
 
 
 @dataclass(frozen=True)
@@ -146,8 +139,7 @@ class FindingList:
     @classmethod
     def from_options(cls, ignore: Iterable[str], strict: bool) -> "FindingList":
         """An empty list, with the codes checked."""
-        is_many = hasattr(ignore, "__iter__") and not isinstance(ignore, str)
-        codes = frozenset[Any](ignore if is_many else [ignore])
+        codes = frozenset[Any](ignore)
         if unknown := sorted(map(str, codes - CODES.keys())):
             raise ConfigError(
                 f"ignore={ignore!r}: unknown {unknown}, the codes are {', '.join(CODES)}."

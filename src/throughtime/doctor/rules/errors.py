@@ -139,9 +139,9 @@ def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -
     details = [change or "A backward has freed that graph."]
     if entry and line_of(entry) != at:
         details.append(f"It enters at {line_of(entry)}.")
-    fix, chunks = detach_fix(paths, losses=int(retained)), (past.chunk, log.chunk)
-    name = next(iter(paths), "")
-    return Fault("TT102" if retained else "TT101", at, " ".join(details), name, chunks, fix)
+    fix, chunks = detach_fix(paths, retained=retained), (past.chunk, log.chunk)
+    code, name = "TT102" if retained else "TT101", "".join(paths[:1])
+    return Fault(code, at, " ".join(details), name, chunks, fix)
 
 
 def lanes_of_error(error: BaseException) -> Fault | None:

@@ -5,10 +5,12 @@ its last event, and yields the faults that it finds; `AT` lists them by event. A
 does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
+import gc
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 
-from throughtime.doctor._frames import PART, current_frame, line_of, user_frames, variable_path
+from throughtime.doctor._frames import line_of
 from throughtime.doctor._graph import LEAF, reachable_nodes, sequence
 from throughtime.doctor._log import Backward, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
@@ -68,9 +70,8 @@ def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
         chunks = range(first.chunk + 1, last.chunk + 1)
         if first.steps < last.steps or not log.crossed.isdisjoint(chunks):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
-            fix = detach_fix(paths, losses=1 + log.several)
-            name = paths[0] if paths else ""
-            yield Fault("TT102", line, f"It reaches {reach} passes back.", name, fix=fix)
+            fix, detail = detach_fix(paths, retained=True), f"It reaches {reach} passes back."
+            yield Fault("TT102", line, detail, "".join(paths[:1]), fix=fix)
 
 
 def summed(log: Log, event: Backward) -> Iterator[Fault]:
@@ -91,18 +92,15 @@ def summed(log: Log, event: Backward) -> Iterator[Fault]:
 
 
 def kept(log: Log, _: Backward) -> Iterator[Fault]:
-    """TT104: results of several chunks that still exist, although their graphs were used."""
-    frames = user_frames(current_frame())
+    """TT104: results of several chunks that still exist, and not in a deque, which has an end."""
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
         tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
-        if len(tensors) != MIN_KEPT:
-            continue
-        paths = [variable_path(lambda v, t=t: v is t, frame) for t in tensors for frame in frames]
-        holders = {path.removesuffix(PART) for path in paths if path.endswith(PART)}
-        if len(holders) == 1:
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", *holders)
+        if len(tensors) == MIN_KEPT and not any(
+            isinstance(holder, deque) for t in tensors for holder in gc.get_referrers(t)
+        ):
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
