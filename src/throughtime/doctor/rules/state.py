@@ -8,11 +8,18 @@ the batch; a recording is one unbroken sequence of data.
 
 from collections.abc import Callable
 
-from throughtime.doctor._calls import Calls, Unit, UnitCall, equal
+from throughtime.doctor._calls import (
+    Calls,
+    Lane,
+    Unit,
+    UnitCall,
+    equal,
+    relation,
+    same_start,
+)
 from throughtime.doctor._data import Root, remember
 from throughtime.doctor._frames import line_of
 from throughtime.doctor._log import Fault, Log
-from throughtime.doctor._order import Lane, relation, same_start
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
