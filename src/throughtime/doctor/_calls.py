@@ -31,7 +31,7 @@ LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
-MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
+MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
 MAX_PARENTS = 16  # units in one step of a cell by hand
 
 
@@ -338,8 +338,8 @@ class Calls:
         behind = [each.behind for _, each in pairs if each.behind]
         origin = next(filter(None, (_behind(each, unit.key) for each in behind)), None)
         last = unit.last.get(call.training)
-        is_new = bool(states) and not any(each.learned for _, each in pairs)
-        if is_new and last and _is_copy(states, last.outputs):
+        is_known = not any(each.learned for _, each in pairs)
+        if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
         call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
             not t.is_leaf for t in states
@@ -362,7 +362,7 @@ class Calls:
                 call.edited = any(root.edited for _, root in pairs)
         if call.before:
             call.before.before = None
-        if unit.confirmed and (origin or (is_new and not call.has_graph)):
+        if unit.confirmed and (origin or (is_known and not call.has_graph)):
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call

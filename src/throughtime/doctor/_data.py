@@ -192,9 +192,9 @@ class RootTable:
         learned = not op.is_choice and (
             any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
         )
-        # what is computed from all of its arguments together is new data
+        # what is computed from most of the raw data together is new data
         mixed = bool(known) and not learned and all(
-            shared(t, out.shape) < min(t.dim(), out.dim()) for t, _ in known
+            shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
         )  # fmt: skip
         marks = self._moved(op, out, roots)
         if not marks and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
@@ -237,6 +237,12 @@ class RootTable:
             result = op.func(first, *op.args[1:], **op.kwargs)
             results.append((result if isinstance(result, Tensor) else result[0]).cpu())
         return results[0], results[1]
+
+    def _is_most(self, tensor: Tensor) -> bool:
+        """Whether a tensor covers most of the raw data that it was made of."""
+        first, last = map(int, self.rows(tensor, ()))
+        root = self.raw.get(first // SPAN)
+        return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
 
     def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
         """The marks of the data in front: of those that share most dimensions with the result."""

@@ -1,7 +1,7 @@
 """The events of a training loop.
 
-A torch mode that records operations and their lines, and hooks and wrappers of torch that notify the
-rules.
+A torch mode that records operations and their lines, and hooks and wrappers of torch that notify
+the rules.
 """
 
 import functools
@@ -62,7 +62,7 @@ FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
 MAX_PAST = 64  # of these remembered
 MAX_RETAINED = 16  # retained backwards measured in one line
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
-PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
+AGAIN_CHUNKS = 3  # and after a change of the mode or of the loader
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
@@ -389,7 +389,7 @@ class LoopEvents:
             guarded(self.watcher.table.drop_freed)
             backward.boundary = log.boundary
             self.emit(backward)
-            self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
+            self._watch(0)
         return result
 
     def _measure(self, backward: Backward, root: Any) -> None:
