@@ -91,15 +91,20 @@ def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back, over steps in between."""
     ended = isinstance(event, Close)
     for line in {each.line: None for each in (log.backwards if ended else [event])}:
-        passes = [each for each in log.backwards if each.line == line and each.reach >= 0]
-        reach = passes[-1].reach if passes else 0
-        if reach < MAX_REACH and not (ended and MIN_REACH <= reach == len(passes) - 1):
+        at_line = [each for each in log.backwards if each.line == line]
+        passes = [each for each in at_line if each.reach >= 0]
+        # a step shows that the last graph has ended
+        far = [e for e in passes if e.reach >= MAX_REACH and e.steps < log.steps]
+        if ended and passes and MIN_REACH <= passes[-1].reach == len(passes) - 1:
+            far.append(passes[-1])
+        if not far:
             continue
-        first, last = passes[-1 - reach], passes[-1]
-        chunks = range(first.chunk + 1, last.chunk + 1)
-        if first.steps < last.steps or not log.crossed.isdisjoint(chunks):
+        last, first = far[0], passes[passes.index(far[0]) - far[0].reach]
+        crossed = not log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
+        # others are several losses of one forward pass, or of the steps of one chunk
+        if first.steps < last.steps or (crossed and all(each.retain for each in at_line)):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
-            fix, detail = detach_fix(paths, retained=True), f"It reaches {reach} passes back."
+            fix, detail = detach_fix(paths, retained=True), f"It reaches {last.reach} passes back."
             yield Fault("TT102", line, detail, "".join(paths[:1]), fix=fix)
 
 

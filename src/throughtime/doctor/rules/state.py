@@ -120,7 +120,7 @@ class StateRule:
         lengths = {call.length for call in starts}
         was_carried = unit.carried and not any(map(_has_values, starts))
         if len(starts) >= least and len(lengths) == 1 and not was_carried:
-            self._add("TT201", starts[-1])
+            self._add("TT201", starts[-1], f"{len(starts)} times the inputs continued.")
 
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
