@@ -205,6 +205,7 @@ class UnitCall:
     stepwise: Instruction | None = None  # what detached every step
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
+    lanes: list[Lane] | None = None  # see `Calls.lanes`
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -384,7 +385,7 @@ class Calls:
         call.reads = [[a[0], (b if not second else a)[second], *b[2:]] for a, b in pairs] or None
         call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
-        call.last_detach = None
+        call.last_detach = call.lanes = None
         return call
 
     def _is_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
@@ -419,6 +420,11 @@ class Calls:
 
     def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
+        if call.lanes is None:
+            call.lanes = self._lanes(call)
+        return call.lanes
+
+    def _lanes(self, call: UnitCall) -> list[Lane]:
         lanes = list[Lane]()
         for numbers in call.reads or []:
             root = self.table.raw.get(numbers[0] // SPAN)
