@@ -156,9 +156,9 @@ class FindingList:
         Raises:
             DiagnosisError: under `strict`.
         """
-        if not fault or not fault.line or fault.code in self.ignore:
+        code, line, detail, tensor, chunks, fix, after = fault or Fault("", None)
+        if not line or code in self.ignore:
             return None
-        code, line, detail, tensor, chunks, fix, after = fault
         self.evidence[code, line] += 1
         known = [(f.code, f.file, f.line) for f in self.items]
         if self.evidence[code, line] < after or (code, *line) in known:

@@ -199,8 +199,9 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
 
 def _is_state(log: Log, edge: StaleEdge) -> bool:
     """Whether the old tensor enters an operation that has computed it, directly or not."""
-    way = _instructions(log, edge.path)
-    alike = not way.isdisjoint(_below(log, edge)) if way else edge.uses_parameters
+    operations = _instructions(log, edge.path)
+    shared = not operations.isdisjoint(_below(log, edge))
+    alike = shared if operations else edge.uses_parameters
     return alike and not edge.is_loss
 
 
