@@ -162,6 +162,7 @@ class Unit:
     carried: bool = False  # a state entered the next chunk in time
     in_order: bool = False  # the last one did
     jumps: bool = False  # a state jumped in time
+    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
     trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own

@@ -62,7 +62,7 @@ FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
 MAX_PAST = 64  # of these remembered
 MAX_RETAINED = 16  # retained backwards measured in one line
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
-AGAIN_CHUNKS = 3  # and after a change of the mode or of the loader
+PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
@@ -244,7 +244,7 @@ class LoopEvents:
         self._watch_until = FIRST_CHUNKS  # the chunk
         self._in_backward = self._in_step = False
         self._depth = 0  # modules that run now, one inside the other
-        self._outermost = nn.Module()  # the one that runs
+        self._outermost: nn.Module | None = None  # the one that runs
         self._past = weakref.WeakKeyDictionary[nn.Module, str]()  # of outermost modules, see above
         self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
         self._hidden = weakref.WeakSet[nn.Module]()  # layers that their model has not registered
@@ -337,8 +337,8 @@ class LoopEvents:
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
                 self._watch()
-        elif log.chunk < FIRST_CHUNKS and module not in {*self._outermost.modules()}:
-            self._hidden.add(module)
+        elif log.chunk < FIRST_CHUNKS and self._outermost:
+            self._hidden |= {module} - {*self._outermost.modules()}
         if isinstance(module, nn.RNNBase):  # also while operations are not recorded
             self.watcher.resume()
 
@@ -346,6 +346,7 @@ class LoopEvents:
         if is_replaced() or self._ignored:
             return
         self._depth -= self._depth > 0
+        self._outermost = self._outermost if self._depth else None
         if isinstance(module, nn.RNNBase) and not self.watcher.awake:
             self.watcher.pause()
 
@@ -389,7 +390,7 @@ class LoopEvents:
             guarded(self.watcher.table.drop_freed)
             backward.boundary = log.boundary
             self.emit(backward)
-            self._watch(0)
+            self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
 
     def _measure(self, backward: Backward, root: Any) -> None:

@@ -163,13 +163,16 @@ class StaleEdge(NamedTuple):
 def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
     """The edges from nodes numbered above `boundary` to older unusable nodes, in order."""
     parents: dict[Any, Any] = {root: None}
-    edges = list[StaleEdge]()
-    for node in reachable_nodes(root, above=boundary):
+    stack, edges = [root], list[StaleEdge]()
+    while stack and len(parents) < MAX_NODES:
+        node = stack.pop()
         for child in children(node):
             if child in parents or is_leaf(child):
                 continue
             parents[child] = node
-            if sequence(child) <= boundary and reaches_unusable(child):
+            if sequence(child) > boundary:
+                stack.append(child)
+            elif reaches_unusable(child):
                 path = [node]
                 while above := parents[path[-1]]:
                     path.append(above)

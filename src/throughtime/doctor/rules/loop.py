@@ -130,11 +130,12 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
-        if len(tensors) == MIN_KEPT and not any(
-            isinstance(holder, deque) for t in tensors for holder in gc.get_referrers(t)
-        ):
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
+        tensors = tuple(t for ref in alive.values() if (t := ref()).grad_fn)
+        if len(tensors) == MIN_KEPT:
+            holders = [{type(each) for each in gc.get_referrers(t)} for t in tensors]
+            # not by a retained graph alone
+            if all(kinds & {list, dict} and deque not in kinds for kinds in holders):
+                yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
@@ -191,7 +192,7 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
     past = log.backwards[_position(log, edge.old)]
     chunks, name = (past.chunk, log.chunk), next(iter(_paths(log, edges[:1])), "")
     new = reachable_nodes(root, above=log.boundary) if edges else ()
-    if _instructions(log, new).isdisjoint(_below(log, edge)):
+    if not _alike(log, new, _below(edge)):
         detail = change or f"The backward at {past.line} has freed it."
         return Fault("TT105", backward.line, detail, name)
     return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS * edge.is_loss)
@@ -199,21 +200,34 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
 
 def _is_state(log: Log, edge: StaleEdge) -> bool:
     """Whether the old tensor enters an operation that has computed it, directly or not."""
-    operations = _instructions(log, edge.path)
-    shared = not operations.isdisjoint(_below(log, edge))
-    alike = shared if operations else edge.uses_parameters
-    return alike and not edge.is_loss
+    watched = any(_instructions(log, edge.path))
+    return not edge.is_loss and (
+        _alike(log, edge.path, _below(edge)) if watched else edge.uses_parameters
+    )
 
 
-def _below(log: Log, edge: StaleEdge) -> set[Instruction]:
-    """The instructions behind an old tensor."""
-    return _instructions(log, reachable_nodes(edge.old, MAX_OLD_NODES))
+def _below(edge: StaleEdge) -> Iterable[Any]:
+    """Nodes of the graph that an edge enters."""
+    return reachable_nodes(edge.old, MAX_OLD_NODES)
 
 
-def _instructions(log: Log, nodes: Iterable[Any]) -> set[Instruction]:
-    """The instructions that created nodes, as far as known."""
-    created = (log.instruction_of(sequence(node)) for node in nodes if not is_leaf(node))
-    return {each for each in created if each}
+def _alike(log: Log, one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether an operation occurs in both graphs, with the same parameters if it has any."""
+    a, b = _instructions(log, one), _instructions(log, other)
+    if set().union(*a.values()) & set().union(*b.values()):
+        return True
+    shared = [key for key in a if key is not None and key in b]
+    return bool(shared) and not any(a[key] and b[key] for key in shared)
+
+
+def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
+    """The instructions that created nodes, each with the parameters that its nodes use."""
+    result: dict[Instruction | None, set[tuple[str, int]]] = {}
+    for node in nodes:
+        if not is_leaf(node):
+            uses = result.setdefault(log.instruction_of(sequence(node)), set())
+            uses.update((node.name(), id(p)) for p in parameters_of_node(node))
+    return result
 
 
 def _position(log: Log, node: Any) -> int:

@@ -25,6 +25,7 @@ from throughtime.doctor._log import Fault, Log
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
 LONG = 256  # calls in one graph, in training
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
+REPEATS = 4  # calls on the same inputs before it is reported
 CHUNKS = 2  # that show a fault before it is reported
 
 
@@ -110,6 +111,9 @@ class StateRule:
         self.pending.clear()
         self.log.targets = 0
         for unit in self.calls.units.values():
+            call, unit.repeated = unit.repeated, None
+            if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
+                self._add("TT210", call)
             for call in unit.last.values():
                 if call.stepwise and call.chunk == self.log.chunk:
                     self.report(Fault("TT203", line_of(call.stepwise), after=CHUNKS))
@@ -227,6 +231,8 @@ class StateRule:
         if not same or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
+        if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
+            call.unit.repeated = call
         return at_once
 
     # --- the graph
