@@ -349,7 +349,7 @@ class Calls:
         call.parents = tuple(c for c in behind if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
-            self.log.units[unit] = call.instruction
+            self.log.recurrent = self.log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
             return self._continued(origin, call, is_cut)

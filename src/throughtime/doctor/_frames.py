@@ -37,6 +37,7 @@ LIBRARY_FOLDERS = (*_FOLDERS, *(str(Path(folder).resolve()) for folder in _FOLDE
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
 PART = "[...]"  # behind the path of a container
+MAX_DEPTH = 2  # attributes in the path of a variable
 MAX_ITEMS = 64  # items searched per container
 
 
@@ -131,13 +132,14 @@ def variable_path(matches: Callable[[Tensor], bool], frame: FrameType) -> str:
     """
     variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
     for name, value in variables if frame.f_code.co_name not in COMPREHENSIONS else ():
-        held = {name: value}
-        if hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
-            attributes = vars(value) | vars(value).get("_buffers", {})
-            held = {f"{name}.{key}": each for key, each in attributes.items()}
-        for path, each in held.items():
+        held = [] if name.startswith("__") else [(name, value)]
+        for path, each in held:
             if any(map(matches, tensors(each))):
                 return path if isinstance(each, Tensor) else f"{path}{PART}"
+            is_object = hasattr(each, "__dict__") and not isinstance(each, NOT_SEARCHED)
+            if is_object and path.count(".") < MAX_DEPTH:
+                attributes = vars(each) | vars(each).get("_buffers", {})
+                held += ((f"{path}.{key}", part) for key, part in attributes.items())
     return ""
 
 

@@ -98,6 +98,7 @@ class Log:
     random: bool = False  # the loader's sampler does not keep the order of time
     loader: SourceLine | None = None  # where its batches are read
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
+    recurrent: Instruction | None = None  # the last call of a recurrent unit
     units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
     boundary: int = -1  # the largest sequence number before the last backward

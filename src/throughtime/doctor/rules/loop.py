@@ -68,7 +68,7 @@ def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
             "TT302", step.line, "Nothing cleared the gradients since the last step.", after=2
         )
     sent = {(each.line, each.used) for each in past if isinstance(each, Backward)}
-    if sent == {(lines.get("b"), False)} and not step.has_hooks:
+    if order.endswith("b") and sent == {(lines["b"], False)} and not step.has_hooks:
         step.lost = order.count("bc")
     again = before is not None and step.lost == before.lost > 0
     step.run = before.run + 1 if again and before else 1
@@ -237,7 +237,7 @@ def _position(log: Log, node: Any) -> int:
 
 def _entry(log: Log, edge: StaleEdge) -> Instruction | None:
     """The instruction that takes the old tensor in."""
-    return log.instruction_of(sequence(edge.entry))
+    return log.instruction_of(sequence(edge.entry)) or log.recurrent
 
 
 def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
