@@ -131,23 +131,6 @@ def detached_every_fourth_chunk():
     Trainer(Config()).fit(torch.randn(73, 3, 2).cumsum(0) / 5)
 
 
-def fit(layers, head, stream, chunk, optimizer):
-    states = [torch.zeros(stream.size(1), layer.hidden_size) for layer in layers]
-    for part in stream.split(chunk):
-        map(torch.Tensor.detach_, states)  # <- TT101
-        loss = 0.0
-        for now, after in zip(part[:-1], part[1:]):
-            below = now
-            for i, layer in enumerate(layers):
-                states[i] = layer(below, states[i])  # <- TT101
-                below = states[i]
-            loss = loss + nn.functional.smooth_l1_loss(head(below), after)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
-
-
 class Feedback(nn.Module):
     def __init__(self):
         super().__init__()

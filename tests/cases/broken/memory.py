@@ -431,19 +431,3 @@ def zero_grad_before_step():
 class Transition:
     def __init__(self, x, loss):
         self.x, self.loss = x, loss
-
-
-def losses_in_objects():
-    """Each object of the memory keeps a loss with its graph."""
-    torch.manual_seed(143)
-    gru, head = nn.GRU(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*gru.parameters(), *head.parameters()])
-    x = torch.randn(160, 3, 2).cumsum(0) / 10
-    memory, h = [], torch.zeros(1, 3, 8)
-    for chunk in x.split(10):
-        y, h = gru(chunk, h.detach())
-        loss = nn.functional.mse_loss(head(y), chunk)  # <- TT104
-        memory.append(Transition(chunk, loss))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()

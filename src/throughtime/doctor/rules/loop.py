@@ -130,12 +130,16 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        tensors = tuple(t for ref in alive.values() if (t := ref()).grad_fn)
-        if len(tensors) == MIN_KEPT:
-            holders = [{type(each) for each in gc.get_referrers(t)} for t in tensors]
-            # not by a retained graph alone
-            if all(kinds & {list, dict} and deque not in kinds for kinds in holders):
-                yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
+        kept_by = [
+            {type(holder) for holder in gc.get_referrers(ref())}
+            for ref in alive.values()
+            if ref().grad_fn
+        ]
+        # not by a retained graph alone
+        if len(kept_by) == MIN_KEPT and all(
+            kinds & {list, tuple, dict} and deque not in kinds for kinds in kept_by
+        ):
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
