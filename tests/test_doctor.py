@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import throughtime as tt
 from recurrences import needs_kernels
 from throughtime.doctor import CODES, doctor
-from throughtime.doctor.watcher import Watcher
+from throughtime.doctor._events import Watcher
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.testing import plugin
 

@@ -53,13 +53,10 @@ def follow(case: Case, line: int, fix: str) -> str:
     "name",
     [
         "detach_as_a_statement",
-        "cloned_instead_of_detached",
         "matrices_by_hand",
         "fed_back_prediction",
         "memory_with_graph",
-        "rollouts_in_one_chain",
         "second_layer_not_detached",
-        "detached_lazily",
     ],
 )
 def test_a_script_that_follows_the_advice_runs_without_a_finding(name: str, tmp_path: Path) -> None:
@@ -111,12 +108,6 @@ REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
         ("loss.backward(retain_graph=True)  # <- TT102", "loss.backward()\n        h = h.detach()"),
     ),
     "rows_of_results": (('"loss": loss}', '"loss": loss.detach()}'),),
-    "smoothed_loss": (
-        (
-            "smooth = loss if smooth is None else 0.9 * smooth + 0.1 * loss",
-            "smooth = loss.detach() if smooth is None else 0.9 * smooth + 0.1 * loss.detach()",
-        ),
-    ),
     "saved_log_probs_never_emptied": (
         (
             "    optimizer.step()\n",
@@ -189,9 +180,6 @@ REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "passes_of_converted_counts": (
         ("    for _ in range(2):\n", "    for _ in range(2):\n        state = None\n"),
     ),
-    "random_lengths_accumulated": (
-        ("(loss / accumulate).backward()", "(loss * length / 43).backward()"),
-    ),
 }
 
 
@@ -253,57 +241,9 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ),
         ),
     ),
-    "step_on_data": (
-        "(or copy it by .data or NumPy) only between chunks, outside the loop over time",
-        (
-            ("            h_in = h.data  # <- TT203\n", ""),
-            ("path[t], h_in)", "path[t], h)"),
-            ("        loss = 0\n", "        h, loss = h.data, 0\n"),
-        ),
-    ),
-    "lightning_detach_in_the_time_loop": (
-        STEP_TO_STEP,
-        (
-            (
-                (
-                    "            h, c = self.cell(x_t, self.state)\n"
-                    "            self.state = (h.detach(), c.detach())  # <- TT203\n"
-                ),
-                "            h, c = self.state = self.cell(x_t, self.state)\n",
-            ),
-            (
-                "        return nn.f",
-                "        self.state = (h.detach(), c.detach())\n        return nn.f",
-            ),
-        ),
-    ),
-    "one_dictionary_for_both_phases": (
-        OWN_STATE,
-        (
-            (
-                '    for phase in ("train", "val"):\n',
-                (
-                    '    for phase in ("train", "val"):\n'
-                    "        memory = {i: 2 * (torch.zeros(B, H),) for i in range(2)}\n"
-                ),
-            ),
-        ),
-    ),
     "validation_goes_on_from_training": (
         OWN_STATE,
         (("run(net, valid, h)", "run(net, valid, torch.zeros(1, 2, 8))"),),
-    ),
-    "validation_hands_its_state_back": (
-        OWN_STATE,
-        (
-            (
-                "score, state = validate(model, held_out, state)",
-                (
-                    "zeros = (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))\n"
-                    "            score, _ = validate(model, held_out, zeros)"
-                ),
-            ),
-        ),
     ),
     "validation_inside_the_stream": (
         OWN_STATE,
@@ -382,24 +322,9 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     ),
     "every_second_window": (IN_ORDER, (("sampler=sampler", "shuffle=False"),)),
     "shuffled_windows": (IN_ORDER, (("shuffle=True", "shuffle=False"),)),
-    "ignite_random_sampler": (IN_ORDER, (("sampler=RandomSampler(windows)", "shuffle=False"),)),
-    "lightning_shuffled_windows": (IN_ORDER, (("shuffle=True", "shuffle=False"),)),
-    "random_excerpts": (
-        NEW_STATE,
-        (
-            (
-                "        source, target = excerpt(",
-                "        hidden = torch.zeros(1, 10)\n        source, target = excerpt(",
-            ),
-        ),
-    ),
     "replay_with_the_last_state": (
         NEW_STATE,
         (("        picked = ", "        hidden = torch.zeros(1, 4, 8)\n        picked = "),),
-    ),
-    "reviews_share_a_state": (
-        NEW_STATE,
-        (("h = tuple(each.data for each in h)", "h = net.init_hidden(8)"),),
     ),
     "neighbours_side_by_side": (
         NEW_STATE,
@@ -433,18 +358,6 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "keep values without their graph",
         (("history.append(loss)", "history.append(loss.detach())"),),
     ),
-    "ignite_state_across_recordings": (
-        "before each recording, set the state to what it was before the first one",
-        (
-            (
-                "        losses = []\n",
-                (
-                    "        losses = []\n"
-                    "        engine.state.carried = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))\n"
-                ),
-            ),
-        ),
-    ),
     "ignite_state_on_the_engine": (
         AFTER_BACKWARD + "engine.state.hidden = engine.state.hidden.detach()",
         (
@@ -458,7 +371,7 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "ignite_step_under_a_retained_graph": (
-        "self.state = tt.state.detach(self.state); and loss.backward() without retain_graph=True",
+        "self.state = tt.state.detach(self.state); and one backward without retain_graph=True",
         (
             IMPORT,
             (
@@ -470,15 +383,6 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "ignite_trainer_fed_with_chunks": (
         "where a trainer cuts its batches into chunks, a whole recording as one batch",
         (("trainer.run(chunks,", "trainer.run([(stream[:-1], stream[1:])],"),),
-    ),
-    "lightning_gradients_never_cleared": (
-        ORDER_OF_CALLS,
-        (
-            (
-                "            self.manual_backward(loss)\n",
-                "            opt.zero_grad()\n            self.manual_backward(loss)\n",
-            ),
-        ),
     ),
     "lightning_losses_in_a_list": (
         "keep values without their graph",
@@ -497,23 +401,11 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "lightning_retained_graph": (
-        AFTER_BACKWARD + "h = h.detach(); and loss.backward() without retain_graph=True",
+        AFTER_BACKWARD + "h = h.detach(); and one backward without retain_graph=True",
         (
             (
                 "len(pieces), retain_graph=True)  # <- TT102\n",
                 "len(pieces))\n            h = h.detach()\n",
-            ),
-        ),
-    ),
-    "lightning_state_never_carried": (
-        "y, state = net(x, state), then state = tt.state.detach(state)",
-        (
-            IMPORT,
-            ("        optimizer = self", "        state = None\n        optimizer = self"),
-            ("self(x_t)", "self(x_t, state)"),
-            (
-                "            optimizer.step()\n",
-                "            optimizer.step()\n            state = tt.state.detach(state)\n",
             ),
         ),
     ),

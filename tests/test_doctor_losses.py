@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from throughtime.doctor import Finding, doctor, watcher
+from throughtime.doctor import Finding, _events, doctor
 
 
 def diagnose(loop: Callable[..., Any], *args: Any, **options: Any) -> tuple[Finding, ...]:
@@ -142,7 +142,7 @@ def test_an_input_that_does_not_move_is_no_fault_of_the_doctor() -> None:
 def test_a_sum_that_is_longer_than_what_is_recorded_is_no_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watcher, "MAX_OPERATIONS", 200)
+    monkeypatch.setattr(_events, "MAX_OPERATIONS", 200)
 
     def one_pass() -> None:
         model, h, total = nn.GRU(3, 3), torch.zeros(1, 2, 3), torch.zeros(())

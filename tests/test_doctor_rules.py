@@ -1,6 +1,7 @@
 """Each rule of the log, on events that are made by hand."""
 
 import weakref
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -8,22 +9,23 @@ import pytest
 import torch
 
 from throughtime.doctor._frames import Instruction, SourceLine
-from throughtime.doctor._graph import MeanTerm
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
-from throughtime.doctor.rules.loop import AT, kept
+from throughtime.doctor._log import Backward, Change, Close, Event, Fault, Log, WeightStep
+from throughtime.doctor.rules.loop import AT, kept, summed
 
-LOSS, CLEAR, STEP = (SourceLine("train.py", n) for n in (1, 2, 3))
+LOSS, CLEAR, CLIP, STEP = (SourceLine("train.py", n) for n in (1, 2, 3, 4))
 HERE = Instruction(compile("x = 1", "train.py", "exec"), 0)
 WEIGHTS = frozenset([1])
 
 
 def faults(*events: Event, **position: Any) -> list[Fault]:
     """What the rules find when these events come one after the other."""
-    log, result = Log(**position), list[Fault]()
+    log, result, last = Log(**position), list[Fault](), None
     for event in events:
         log.append(event)
         if isinstance(event, Backward):
             log.chunk += 1
+        if isinstance(event, WeightStep):
+            event.before, last = last, event
         result += [fault for rule in AT.get(type(event), ()) for fault in rule(log, event)]
     return result
 
@@ -37,11 +39,11 @@ def backward(chunk: int = 0, **facts: Any) -> Backward:
 
 
 def step(chunk: int, **facts: Any) -> WeightStep:
-    return WeightStep(7, WEIGHTS, STEP, chunk=chunk, **facts)
+    return WeightStep(WEIGHTS, STEP, chunk=chunk, **facts)
 
 
-def clear(line: SourceLine | None = CLEAR) -> Clear:
-    return Clear(WEIGHTS, line)
+def clear(line: SourceLine | None = CLEAR) -> Change:
+    return Change("c", WEIGHTS, line)
 
 
 def test_a_sound_loop_has_no_fault() -> None:
@@ -49,32 +51,22 @@ def test_a_sound_loop_has_no_fault() -> None:
     assert not codes(*events, Close(), crossed={1, 2, 3, 4})
 
 
-def mean(count: int) -> MeanTerm:
-    return MeanTerm("MseLossBackward0", 1.0, count)
-
-
-@pytest.mark.parametrize(("lengths", "found"), [((30, 20), True), ((30, 30), False)])
-def test_tt301_needs_means_over_unequal_numbers_of_elements(
-    lengths: tuple[int, int], found: bool
-) -> None:
-    terms = [mean(length) for length in lengths]
-    separate = [backward(n, mean=term) for n, term in enumerate(terms)]
-    expected = {"TT301"} if found else set()
-    assert codes(*separate, step(2), crossed={1}) == expected
-    assert codes(*separate, step(2)) == set()
-
-
-def test_tt301_does_not_compare_two_losses_of_one_pass() -> None:
-    losses = [backward(0, mean=mean(30)), backward(1, mean=mean(20), again=True)]
-    assert not codes(*losses, step(2), crossed={1})
-
-
 def test_tt302_names_the_line_that_clears_gradients_before_a_step_uses_them() -> None:
     events = [e for n in range(3) for e in (backward(n), clear(), step(n + 1, lacks=True))]
     first, *_ = (fault for fault in faults(*events) if fault.code == "TT302")
     assert (first.line, first.after) == (CLEAR, 2)
-    in_order = [e for n in range(3) for e in (clear(), backward(n), step(n + 1))]
-    assert "TT302" not in codes(*in_order)
+
+
+def test_tt302_names_gradients_of_which_each_step_uses_the_last_only() -> None:
+    def loop(used: bool) -> list[Event]:
+        both = clear(), backward(used=used), clear(), backward(used=used)
+        return [event for n in range(3) for event in (*both, step(n + 1))]
+
+    events = loop(used=False)
+    (fault,) = (fault for fault in faults(*events) if fault.code == "TT302")
+    assert fault.line == CLEAR
+    assert fault.fix.startswith("clear once")
+    assert not codes(*loop(used=True))
 
 
 def test_tt302_names_a_step_that_uses_the_same_gradients_again() -> None:
@@ -90,29 +82,47 @@ def test_tt304_needs_two_steps_after_forward_passes_without_a_backward() -> None
     assert not codes(idle[0])
 
 
+def test_tt306_needs_every_clip_before_the_backward() -> None:
+    clip = Change("l", WEIGHTS, CLIP)
+    assert codes(step(0), clip, clear(), backward(0), step(1)) == {"TT306"}
+    assert not codes(step(0), clear(), backward(0), clip, step(1))
+
+
+@pytest.mark.parametrize("code", ["TT305", "TT307"])
+def test_facts_of_a_step_are_reported_at_its_second_occurrence(code: str) -> None:
+    fact = {"TT305": "constructed", "TT307": "evaluating"}[code]
+    (fault,) = faults(clear(), backward(0), step(1, **{fact: LOSS}))
+    assert (fault.code, fault.line, fault.after) == (code, LOSS, 2)
+
+
 def test_tt102_needs_graphs_that_reach_one_chunk_further_at_every_backward() -> None:
-    growing = [backward(n, retain=True, reach=n, steps=n) for n in range(7)]
-    assert [fault.after for fault in faults(*growing, steps=7)] == [2, 1]
-    assert [fault.after for fault in faults(*growing)] == [2]  # no step has ended the last graph
-    assert [fault.after for fault in faults(*growing[:4])] == [2]
+    growing = [backward(n, retain=True, reach=n, steps=n) for n in range(8)]
+    assert codes(*growing, steps=7) == {"TT102"}
+    assert not codes(*growing[:4])
     assert codes(*growing[:4], Close()) == {"TT102"}
     cut = [replace(each, reach=0) for each in growing]
     assert not codes(*cut, Close())
+    losses_of_one_chunk = [replace(each, steps=0) for each in growing]
+    assert not codes(*losses_of_one_chunk, backward(8, steps=0), Close(), crossed={*range(1, 9)})
 
 
 def test_tt104_needs_a_sum_over_three_chunks() -> None:
-    assert codes(backward(3), sums={HERE: Sum(1, 3, depth=3)}) == {"TT104"}
-    assert not codes(backward(3), sums={HERE: Sum(1, 3, depth=2)})
+    log, weight, total = Log(), torch.ones((), requires_grad=True), torch.zeros(())
+    found = list[str]()
+    for n in range(4):
+        total = total + weight * weight
+        log.results[HERE] = {n: weakref.ref(total)}
+        found += [fault.code for fault in summed(log, backward(n))]
+    assert found == ["TT104"]
 
 
-def test_tt104_needs_results_whose_graphs_were_used_and_what_holds_them() -> None:
+def test_tt104_needs_five_results_that_still_exist_and_nothing_that_forgets_them() -> None:
     weight = torch.ones(3, requires_grad=True)
     results = [(weight * weight).sum() for _ in range(5)]
     log = Log(chunk=5, results={HERE: {n: weakref.ref(each) for n, each in enumerate(results)}})
-    assert not list(kept(log, backward()))
-    for each in results:
-        each.backward()
     (fault,) = kept(log, backward())
-    assert (fault.code, fault.tensor) == ("TT104", "results")
-    del results[:2]
+    assert fault.code == "TT104"
+    window = deque(results, maxlen=8)
+    assert not list(kept(log, backward()))
+    del window, results[:2]
     assert not list(kept(log, backward()))

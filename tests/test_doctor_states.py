@@ -976,8 +976,3 @@ def test_a_fault_is_named_with_its_code_at_a_line_that_is_marked(loop: Loop) -> 
 @pytest.mark.parametrize("loop", SOUND, ids=name_of)
 def test_a_sound_loop_has_no_finding(loop: Loop) -> None:
     assert diagnose(loop) == ()
-
-
-def test_a_detach_at_every_step_whose_gradient_is_not_used_is_a_fault() -> None:
-    findings = diagnose(lambda: truncated_by_hand(pass_on=False))
-    assert [f.code for f in findings] == ["TT203"]

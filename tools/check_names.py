@@ -72,7 +72,7 @@ PARTS = {
     "carry": Part(23_640, 20_000, modules=10),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
-    "doctor": Part(24_270, 18_000),
+    "doctor": Part(20_920, 18_000),
     "deploy": Part(13_000, 13_000),
     "integrations": Part(8_000, 8_000),
     "app": Part(23_999, 24_000),

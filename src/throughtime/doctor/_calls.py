@@ -2,70 +2,152 @@
 
 A unit is a recurrent layer or cell of torch, or an instruction that takes in its own result beside
 data. A call of it covers the steps that it takes in one chunk: the chunk of a layer, or the steps
-of a cell one after another.
+of a cell one after another. How two of them lie in time is told by what they cover of their data.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from throughtime.doctor._data import (
     EDITS,
-    JOINS,
-    LANE,
     MOVES,
     SPAN,
     WRITES,
+    Operation,
     Root,
     RootTable,
     unknown,
 )
-from throughtime.doctor._frames import Instruction
-from throughtime.doctor._log import Log
-from throughtime.doctor._order import Lane, lane
+from throughtime.doctor._frames import Instruction, line_of
+from throughtime.doctor._log import Fault, Log
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
-MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
-MAX_PARENTS = 8  # units in one step of a cell by hand
-COPIES_OR_VIEWS = (
-    {"detach", "data", "detach_", "to", "float", "double", "half", "clone", "contiguous", "cpu"}
-    | {"cuda", "type", "__deepcopy__", "requires_grad_", "index_copy"}
-    | MOVES
-    | JOINS
-)
+MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
+MAX_PARENTS = 16  # units in one step of a cell by hand
 
 
-# of the first, the second and the last step `(2, B)`: the numbers of the first and the last element
-# that it reads in each lane
-Ends = tuple[Tensor, Tensor, Tensor]
+class Lane(NamedTuple):
+    """The indices of the first and the last step of one lane of a chunk in its root."""
+
+    root: Root
+    first: list[int]
+    last: list[int]
+    step: list[int]  # from one step to the next, zeros if unknown
+    size: list[int]  # of what a step covers, if every step covers the whole chunk; else empty
+    steps: int
+
+    @property
+    def time(self) -> int:
+        """The dimension of time, -1 if unknown."""
+        moved = [d for d, n in enumerate(self.step) if n]
+        return moved[0] if len(moved) == 1 else -1
 
 
-@dataclass(slots=True, eq=False)
-class Operation:
-    """One operation on tensors."""
+def lane(root: Root, offsets: list[int], steps: int) -> Lane:
+    """A lane of so many steps: the offsets of the first two, of the last, and of its end."""
+    first, second, last, end = map(root.index, offsets)
+    step = [b - a for a, b in zip(first, second, strict=True)]
+    if [a + n * (steps - 1) for a, n in zip(first, step, strict=True)] != last:
+        step = [0] * len(step)
+    whole = steps > 1 and first == last
+    size = [1 + b - a for a, b in zip(last, end, strict=True)] if whole else []
+    return Lane(root, first, last, step, size, steps)
 
-    name: str
-    func: Any
-    args: Any
-    kwargs: Any
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    instruction: Instruction
-    is_choice: bool = False  # its result is data, although it depends on parameters
 
-    def is_edit(self, states: int) -> bool:
-        """Whether it may mask or reset values of a state: a factor other than 0 and 1 does not."""
-        others = sum(1 for t in self.inputs if t.dim() and not (t.is_leaf and t.requires_grad))
-        numbers = [a for a in self.args if isinstance(a, (int, float))]
-        constant = "mul" in self.name and any(n in {0, 1} for n in numbers)
-        return self.name not in COPIES_OR_VIEWS and (others > states or constant)
+def follows(a: Lane, b: Lane) -> bool:
+    """Whether one lane continues where the other ended, in one dimension of the data.
+
+    With x[:-1] the last step is a target only. A convolution may read the end of the last chunk
+    again, as context.
+    """
+    moved = [(d, j - i) for d, (i, j) in enumerate(zip(a.last, b.first, strict=False)) if i != j]
+    if a.root is not b.root or len(moved) != 1:
+        return False
+    ((d, distance),) = moved
+    if a.size:
+        size = a.size[d]
+        return size > 1 and distance in {size, size + 1, size - size % a.steps}
+    step = a.step[d] if a.steps > 1 else 1
+    return step != 0 and distance in {step, 2 * step}
+
+
+def relation(
+    before: list[Lane],
+    after: list[Lane],
+    rows: list[int] | None,
+    read: Callable[[Root], list[Lane]],
+) -> str:
+    """How two chunks lie in time, the state of the first in the second.
+
+    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read` gives the lanes of
+    the last chunk that was read from a root, as far as known.
+
+    Returns:
+        "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
+        at another position; "again": it goes back to the beginning; "start": it begins in other
+        data; "other": it goes on in other data, whose last chunk was read with another state;
+        "": uncertain.
+    """
+    if not before or not after or (rows is None and len(before) != len(after)):
+        return ""  # some lanes may have ended
+    of = range(len(after)) if rows is None else rows
+    pairs = [(before[i], lane) for i, lane in zip(of, after, strict=False) if i < len(before)]
+    if all(follows(a, b) for a, b in pairs):
+        return "next" if pairs else ""
+    if all(any(follows(other, b) for other in before) for _, b in pairs):
+        return "rows"
+    kinds = {_of_lanes(a, b, read) for a, b in pairs}
+    if kinds <= {"start", "next"}:
+        return "start"
+    if "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}:
+        return "jump"
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
+    """How the next chunk of one lane lies in time; "elsewhere" is a jump within other data."""
+    if follows(a, b):
+        return "next"
+    time = b.time if b.time >= 0 else a.time
+    size = a.size or b.size
+    if a.root is not b.root:
+        inside = [i for d, i in enumerate(b.first) if not size or (b.size and b.size[d] > 1)]
+        if not any(inside) or (time >= 0 and _begins(b, time)):
+            return "start"
+        last = read(b.root)
+        if any(follows(each, b) for each in last):
+            return "other"
+        return "elsewhere" if last and not size else ""
+    moved = {d for d, (i, j) in enumerate(zip(a.last, b.first, strict=True)) if i != j}
+    if time < 0:
+        along = {d for d in moved if len(moved) == 1 or not b.first[d]}
+        if len(along) != 1:
+            return ""
+        (time,) = along
+    if _begins(b, time):
+        return "start" if moved - {time} else "again"
+    return "jump" if moved == {time} and (a.size or a.steps == 1 or any(a.step)) else ""
+
+
+def _begins(lane: Lane, time: int) -> bool:
+    """Whether a lane begins at the first element of its root in time, in its direction."""
+    return lane.first[time] == (lane.root.shape[time] - 1 if lane.step[time] < 0 else 0)
+
+
+def same_start(a: list[Lane], b: list[Lane]) -> bool:
+    """Whether every lane known of two chunks begins at the same element."""
+    return bool(a and b) and all(
+        x.root is y.root and x.first == y.first for x, y in zip(a, b, strict=False)
+    )
 
 
 @dataclass(eq=False)
@@ -75,19 +157,18 @@ class Unit:
     key: Any  # the id of its first weight, or the instruction and the object that it belongs to
     confirmed: bool = True  # it took in a result of its own
     last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
+    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and by recording
     first: "UnitCall | None" = None  # the first call of its pass over the data
     carried: bool = False  # a state entered the next chunk in time
     in_order: bool = False  # the last one did
     jumps: bool = False  # a state jumped in time
+    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
+    trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
-    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
-    passes_gradients: bool = False  # the loop uses the gradients of its states
-    trained: int = 0  # the most calls connected before a backward
-    fresh: Any = None  # its chunks that started from one state
+    fresh: "list[UnitCall]" = field(default_factory=list)  # chunks that started from one state
     wrap: Any = None  # the fault of a state that entered what it comes from
-    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -97,18 +178,19 @@ class UnitCall:
     unit: Unit
     instruction: Instruction
     serial: int  # of its last step
-    number: int  # of its states
     chunk: int
     model_call: int
     batch: tuple[int, int]
     training: bool | None
     grad: bool
-    ends: Ends | None  # `None` if it is not known what it reads
+    # of each lane the first elements that its first two steps and its last one read, and the last
+    # of that; `None` if it is not known
+    reads: list[list[int]] | None
     steps: int = 1
     count: int = 1  # calls of the layer or cell
+    width: int = 1  # lanes
     origin: "UnitCall | None" = None  # the call that its state comes from,
     rows: list[int] | None = None  # the lane in it of each lane,
-    step: int | None = None  # its step, if it is not the last,
     edited: bool = False  # and what happened to the state since
     cloned: bool = False
     has_graph: bool = False
@@ -116,21 +198,15 @@ class UnitCall:
     states: list[Tensor] = field(default_factory=list)  # as they entered, without graph
     outputs: list[Tensor] = field(default_factory=list)  # of its last step, without graph
     before: "UnitCall | None" = None  # the last call of the unit
+    length: int = 0  # steps of the chunk that it goes on from, although its state does not
     graph_steps: int = 0  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
     run: int = 0  # steps in a row whose state was detached, the last ones
     stepwise: Instruction | None = None  # what detached every step
-    entered: list[Tensor] = field(default_factory=list)  # the states
-    known_lanes: list[Lane] | None = None
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
-    carries_backward: bool = False  # the state of its backward direction, too
-
-    @property
-    def width(self) -> int:
-        """The number of lanes, as far as known."""
-        return self.ends[0].shape[1] if self.ends else 1
+    lanes: list[Lane] | None = None  # see `Calls.lanes`
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -139,9 +215,10 @@ class UnitCall:
 
 
 class Calls:
-    """Makes calls of operations, and hands each new one to `on_call`."""
+    """Makes calls of operations, and hands each new one to the rule."""
 
-    viewed: Any = None  # the last view that exchanges sizes: a weak reference, the instruction
+    # the last view: a weak reference, the shape before, the instruction
+    viewed: tuple[Any, Any, Any] = (lambda: None), (), None
 
     def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
         self.log, self.table, self.rule = log, table, rule
@@ -151,67 +228,56 @@ class Calls:
     def layer_or_cell(self, op: Operation) -> None:
         """A layer or cell of torch."""
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
-        packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
+        packed = layer and isinstance(args[3], (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
+        states = [state] if isinstance(state, Tensor) else list(state)
         weight = weights[0] if layer else weights
         # weights that are no parameters may be made anew for each call
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
-        reads = None if packed else self._reads(inputs, inputs.shape[:-1])
-        ends = None
-        if reads is not None:
-            reads = reads.unsqueeze(1) if time_dim is None else reads.movedim(1 + time_dim, 1)
-            reads = reads.reshape(*reads.shape[:2], -1)
-            ends = reads[:, 0], reads[:, min(1, reads.shape[1] - 1)], reads[:, -1]
+        reads = None if packed else self._reads(inputs, inputs.dim() - 1, time_dim)
         root = self.table.root(inputs, new=False)
-        own = root and root.behind
-        if ends and own and own.unit.key == key and (
-            not own.ends or int(ends[0][0, 0]) in {int(own.ends[at][0, 0]) for at in (0, 2)}
+        own = root.behind if root else None
+        if reads and own and own.unit.key == key and (
+            not own.reads or reads[0][0] in {own.reads[0][at] for at in (0, 2)}
         ):  # fmt: skip
-            ends = None  # its own prediction, which has no place in the data
-        call = self._new(key, op, ends)
+            reads = None  # its own prediction, which has no place in the data
+        self._check_view(inputs)
+        call = self._new(key, op, reads)
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
-        call.bidirectional = layer and bool(args[8 if packed else 7])
-        if self.viewed and self.viewed[0]() is inputs:
-            self.rule.on_mixed(self.viewed[1])
-        states = [state] if isinstance(state, Tensor) else list(state)
-        of_state = (
-            (1 if states[0].dim() > 2 else None) if layer else 0 if inputs.dim() > 1 else None
-        )
-        call = self._add(call, states, of_state)
+            call.bidirectional = bool(args[8 if packed else 7])
+        call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
+        call = self._add(call, states)
         for i, out in enumerate(op.outputs):
-            is_followed = ends and op.func  # not by its hook alone
-            marks = self.table.rows(inputs, out.shape) if is_followed else unknown(out.shape)
-            if layer and not i:
-                in_lanes = None if packed or inputs.dim() < 3 else 1 - (time_dim or 0)
-                self._become(self.table.add(out, marks), call, in_lanes, time_dim)
-            else:
-                self._become(self.table.add(out, marks), call, of_state)
-        call.outputs = [t.detach() for t in (op.outputs[1:] if layer else op.outputs)]
+            follow = bool(reads) and not i
+            marks = self.table.rows(inputs, out.shape) if follow else unknown(out.shape)
+            self._become(self.table.add(out, marks), call)
+        call.outputs = [t.detach().clone() for t in op.outputs[layer:]]
 
-    def _become(
-        self, root: Root, call: UnitCall, lane_dim: int | None, time_dim: int | None = None
-    ) -> None:
+    def _check_view(self, inputs: Tensor) -> None:
+        """TT213: the inputs are a view that exchanges sizes, and so mixes the rows."""
+        view, before, instruction = self.viewed
+        sizes = [[n for n in shape if n > 1] for shape in (before, inputs.shape)]
+        if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
+            self.rule.report(Fault("TT213", line_of(instruction), after=2))
+
+    def _become(self, root: Root, call: UnitCall) -> None:
         """A root holds the result of a call."""
-        numbers = torch.tensor(call.number * SPAN, device="cpu")
-        for dim, unit in ((lane_dim, LANE), (time_dim, 1)):
-            if dim is not None:
-                after = [1] * (len(root.shape) - dim - 1)
-                at = torch.arange(1, root.shape[dim] + 1, device="cpu").view(-1, *after)
-                numbers = numbers + unit * at
-        first, last, _ = root.marks or unknown(root.shape)
-        root.marks = first, last, numbers.expand(root.shape)
-        root.behind, root.learned = call, True
+        root.behind, root.learned, root.marks = call, True, root.marks or unknown(root.shape)
         root.edited = root.cloned = root.cut = False
 
-    def _reads(self, tensor: Tensor, shape: Any) -> Tensor | None:
-        """The first and the last element that these rows read; `None` if that is not known."""
+    def _reads(self, tensor: Tensor, lead: int, time_dim: int | None) -> list[list[int]] | None:
+        """What each lane of a tensor reads, see `UnitCall`; it has so many dimensions in front."""
         root = self.table.root(tensor, new=not tensor.requires_grad)
         if not root or not root.known:
             return None
-        reads = torch.stack(self.table.rows(tensor, tuple(shape))[:2])
-        return reads if reads.flatten()[0] else None
+        grid = torch.stack(self.table.rows(tensor, tuple(tensor.shape[:lead])))
+        grid = grid.unsqueeze(1) if time_dim is None else grid.movedim(1 + time_dim, 1)
+        first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
+        second = first[min(1, len(first) - 1)]
+        reads = torch.stack([first[0], second, first[-1], last[-1]], -1).tolist()
+        return reads if reads[0][0] else None
 
     def detached(self, source: Tensor, instruction: Instruction) -> None:
         """A state without its graph, unless the states of other units keep theirs."""
@@ -223,17 +289,10 @@ class Calls:
         for each in (call, *others):
             each.last_detach = at
 
-    def note_gradients(self, leaves: list[Tensor]) -> None:
-        """Note that the loop uses the gradients of tensors that were detached."""
-        for tensor in leaves:
-            root = self.table.root(tensor, new=False)
-            if root and root.behind:
-                root.behind.unit.passes_gradients = True
-
     def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
-        out = op.outputs[0]
-        root = self.table.root(out, new=False)
+        out, table = op.outputs[0], self.table
+        root = table.root(out, new=False)
         if not root or not root.learned or op.name in MOVES | WRITES:
             return
         if out.dim() not in STATE_DIMS or out.numel() < 2:
@@ -241,8 +300,7 @@ class Calls:
         # two layers of one class run the same instruction
         is_method = frame.f_code.co_varnames[:1] == ("self",)
         key = op.instruction, id(frame.f_locals.get("self")) if is_method else 0
-        fluid = [t for t in op.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
-        pairs = [(t, self.table.root(t, new=not t.requires_grad)) for t in fluid]
+        pairs = [(t, table.root(t, new=not t.requires_grad)) for t in op.fluid]
         own = [t for t, r in pairs if r and _behind(r.behind, key)]
         reads = source = None
         for t, r in pairs:
@@ -254,33 +312,33 @@ class Calls:
             is_mask = op.name in EDITS and r and not r.learned
             is_new = reads is None and not any(t is each for each in own)
             if is_new and fits and learned and not is_mask:
-                reads, source = self._reads(t, t.shape[: out.dim() > 1]), t
+                reads, source = self._reads(t, int(out.dim() > 1), None), t
         if reads is None:
             return
-        reads, lane_dim = reads.view(2, -1), None if out.dim() == 1 else 0
-        call = self._new(key, op, (reads, reads, reads), confirmed=bool(own))
+        call = self._new(key, op, reads, confirmed=bool(own))
         states = own or [t for t, r in pairs if t is not source and not (r and r.learned)]
-        call = self._add(call, states, lane_dim)
+        call.width = 1 if out.dim() == 1 else len(out)
+        call = self._add(call, states)
         call.parents = tuple(r.behind for _, r in pairs if r and r.behind not in {None, call})
-        self._become(root, call, lane_dim)
+        self._become(root, call)
 
     def _new(
-        self, key: Any, op: Operation, ends: Ends | None, *, confirmed: bool = True
+        self, key: Any, op: Operation, reads: list[list[int]] | None, *, confirmed: bool = True
     ) -> UnitCall:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
-        before, serial = unit.last.get(log.training), next(self.serials)
+        before = unit.last.get(log.training)
         if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
-        return UnitCall(unit, op.instruction, serial, serial, log.chunk, log.call, log.batch,
-                        log.training, torch.is_grad_enabled(), ends, before=before)  # fmt: skip
+        return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
+                        log.training, torch.is_grad_enabled(), reads, before=before)  # fmt: skip
 
-    def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
+    def _add(self, call: UnitCall, states: list[Tensor]) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
-        unit, log = call.unit, self.log
+        unit = call.unit
         pairs = [(t, root) for t in states if (root := self.table.root(t, new=False))]
-        origins = ((t, r, c) for t, r in pairs if (c := _behind(r.behind, unit.key)))
-        state, root, origin = next(origins, (None, None, None))
+        behind = [each.behind for _, each in pairs if each.behind]
+        origin = next(filter(None, (_behind(each, unit.key) for each in behind)), None)
         last = unit.last.get(call.training)
         is_known = not any(each.learned for _, each in pairs)
         if is_known and last and _is_copy(states, last.outputs):
@@ -288,103 +346,93 @@ class Calls:
         call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
             not t.is_leaf for t in states
         )
-        behind = (each.behind for _, each in pairs)
-        call.parents = tuple(c for c in behind if c and c.unit is not unit)
+        call.parents = tuple(c for c in behind if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
-            log.recurrent = log.units[unit] = call.instruction
+            self.log.recurrent = self.log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
-            return self._continued(origin, call)
-        if state is not None and root:
-            is_known = self._rows(call, state, root, lane_dim)
+            is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
+            return self._continued(origin, call, is_cut)
+        call.states = [t.detach().clone() for t in states]
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
-            call.carries_backward = call.bidirectional and equal(
-                [states[0][-1:]], [t[-1:] for t in origin.outputs[:1]]
-            )
-        call.states, call.entered = [t.detach().clone() for t in states], states
+            call.cloned |= all(root.cloned for _, root in pairs if root.behind)
+            if origin.outputs:
+                self._compare(call, origin)
+            else:  # by hand
+                call.edited = any(root.edited for _, root in pairs)
         if call.before:
-            call.before.before, call.before.outputs = None, []
-        if unit.confirmed and (is_known and (origin or not call.has_graph)):
+            call.before.before = None
+        if unit.confirmed and (origin or (is_known and not call.has_graph)):
             self.rule.on_call(call)
         else:
             unit.first = unit.first or call
-        call.entered = []
         unit.last[call.training] = call
         return call
 
-    def _continued(self, call: UnitCall, step: UnitCall) -> UnitCall:
+    def _continued(self, call: UnitCall, step: UnitCall, is_cut: bool) -> UnitCall:
         """The call with one more step."""
         if step.has_graph:
             call.graph_steps += step.steps
         # 0 where a graph has ended
         call.graph_calls = step.has_graph and call.graph_calls and call.graph_calls + 1
-        is_cut = step.steps == 1 and not step.has_graph and call.last_detach
+        is_cut = is_cut and step.steps == 1 and not step.has_graph and bool(call.last_detach)
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
-        if call.ends and step.ends:
-            second = step.ends[0] if call.steps == 1 else call.ends[1]
-            call.ends = call.ends[0], second, step.ends[2]
-        else:
-            call.ends = None
+        second = 0 if call.steps == 1 else 1
+        pairs = zip(call.reads or [], step.reads or [], strict=False)
+        call.reads = [[a[0], (b if not second else a)[second], *b[2:]] for a, b in pairs] or None
         call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
-        call.known_lanes = call.last_detach = None
+        call.last_detach = call.lanes = None
         return call
 
     def _is_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
-        if call.model_call == origin.model_call or not call.ends:
+        if call.model_call == origin.model_call or not call.reads:
             return False
-        first, latest, now = (
-            int(ends[at][0, 0]) if ends else 0
-            for ends, at in ((origin.ends, 0), (origin.ends, 2), (call.ends, 0))
-        )
-        again = now == first != latest
+        first, latest = (origin.reads[0][at] if origin.reads else 0 for at in (0, 2))
+        again = call.reads[0][0] == first != latest
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
-    def _rows(self, call: UnitCall, state: Tensor, root: Root, lane_dim: int | None) -> bool:
-        """Note which lane of the call before each lane of a state comes from, and its step.
-
-        Returns:
-            Whether all of them come from one call.
-        """
-        call.edited, call.cloned = root.edited, root.cloned
-        size = 1 if lane_dim is None else state.shape[lane_dim]
-        numbers = self.table.marks(state.detach())[2].movedim(lane_dim or 0, 0)
-        known = numbers.reshape(size, -1)[:MAX_LANES, 0].tolist()
-        if not all(known) or len({n // SPAN for n in known}) > 1:
-            return call.edited
-        rows = [n % SPAN // LANE - 1 for n in known]
-        if min(rows) >= 0 and (len(set(rows)) > 1 or len(rows) == 1):
+    def _compare(self, call: UnitCall, origin: UnitCall) -> None:
+        """Note the lane of an earlier call whose result each lane has, by its values."""
+        state, result = (
+            each[0].movedim(-2, 0).flatten(1) if each[0].dim() > 1 else each[0][None]
+            for each in (call.states, origin.outputs)
+        )
+        if state.shape[1:] != result.shape[1:] or state.device != result.device:
+            call.edited = True
+            return
+        same = (state[:MAX_LANES, None] == result).flatten(2).all(-1)
+        call.edited = not bool(same.any(1).all())
+        at_home = torch.eye(*same.shape, device=same.device) / 2  # of several the own one
+        rows = (same + at_home).argmax(1).tolist()
+        if not call.edited and (len(set(rows)) > 1 or len(rows) == 1):
             call.rows = rows
-        if step := known[0] % LANE:
-            call.step = step - 1
-        return True
 
     def recording(self, call: UnitCall) -> Root | None:
         """The raw data that a call reads first."""
-        return self.table.raw.get(int(call.ends[0][0, 0]) // SPAN) if call.ends else None
+        return self.table.raw.get(call.reads[0][0] // SPAN) if call.reads else None
 
     def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
-        if call.known_lanes is None:
-            call.known_lanes = []
-            if call.ends:
-                (first, _), (second, _), (last, end) = (ends.tolist() for ends in call.ends)
-                parts = list(zip(first, second, last, end, strict=True))[:MAX_LANES]
-                lanes = [self._lane(part, call.steps) for part in parts]
-                call.known_lanes = [each for each in lanes if each] if all(lanes) else []
-        return call.known_lanes
+        if call.lanes is None:
+            call.lanes = self._lanes(call)
+        return call.lanes
 
-    def _lane(self, numbers: tuple[int, ...], count: int) -> Lane | None:
-        root = self.table.raw.get(numbers[0] // SPAN)
-        same = {n // SPAN for n in numbers} == {numbers[0] // SPAN}
-        return lane(root, [n % SPAN for n in numbers], count) if root and same else None
+    def _lanes(self, call: UnitCall) -> list[Lane]:
+        lanes = list[Lane]()
+        for numbers in call.reads or []:
+            root = self.table.raw.get(numbers[0] // SPAN)
+            if not root or {n // SPAN for n in numbers} != {numbers[0] // SPAN}:
+                return []
+            lanes.append(lane(root, [n % SPAN for n in numbers], call.steps))
+        return lanes
 
 
 def _behind(call: UnitCall | None, key: Any) -> UnitCall | None:

@@ -1,16 +1,14 @@
 """Where the elements of a tensor come from: raw data, and the states of recurrent calls.
 
 A root is what a storage holds until it is changed. An element of raw data has a number. Any other
-root has marks, three numbers for each of its elements: of the first and the last element of raw
-data that it was made of, and of the state behind it; 0 is not known. An operation that moves
-elements moves their marks. Any other keeps the dimensions in front that it shares with its result,
-and covers all of the rest. No value is read, except to recognise a copy that every epoch makes
-anew.
+root has marks, two numbers for each of its elements: of the first and the last element of raw data
+that it was made of; 0 is not known. An operation that moves elements moves their marks. Any other
+keeps the dimensions in front that it shares with its result, and covers all of the rest. No value
+is read, except to recognise a copy that every epoch makes anew.
 """
 
 import itertools
 import math
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from throughtime.doctor._frames import Instruction
 from throughtime.doctor._graph import base_of, storage_of, version_of
 
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
-# a state's number is that of its call times SPAN, its lane times this, and 1 more than its step, or
-# 0 for the last one
-LANE = 2**20
-MOST = 2**63 - 1
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
+MAX_ARRAYS = 8  # of NumPy, kept alive
 SAMPLES = 61  # values by which a copy is recognised
 # operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", "reshape",
@@ -40,10 +36,34 @@ CLONES = {"clone", "__deepcopy__"}
 ORDERS = {"randperm", "arange", "argsort", "sort", "topk"}
 FILLS = {"zeros", "ones", "eye", "full", "empty", "zeros_like", "ones_like", "new_zeros"}
 FROM_ARRAY = {"tensor", "as_tensor", "asarray", "from_numpy"}
-# those that mask or reset values
-EDITS = {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_", "mul_", "__imul__",
-         "lerp", "index_fill", "__setitem__"}  # fmt: skip
-Marks = tuple[Tensor, Tensor, Tensor]
+# those that may mask, reset or exchange values
+EDITS = MOVES | WRITES | {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_",
+                          "mul_", "__imul__", "lerp", "index_fill"}  # fmt: skip
+Marks = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation on tensors."""
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    instruction: Instruction
+    is_choice: bool = False  # its result is data, although it depends on parameters
+
+    @property
+    def fluid(self) -> list[Tensor]:
+        """Its inputs, without parameters and numbers."""
+        return [t for t in self.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
+
+    def is_edit(self, states: int) -> bool:
+        """Whether it may mask or exchange values of a state; a factor like 0.9 does not."""
+        numbers = {each for each in self.args if isinstance(each, (int, float))}
+        return self.name in EDITS and (len(self.fluid) > states or bool(numbers & {0, 1}))
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +82,7 @@ class Root:
     is_order: bool = False
     learned: bool = False  # it depends on a parameter
     behind: Any = None  # the last recurrent call that it depends on,
-    edited: bool = False  # what happened to its values since: they were masked or reset,
+    edited: bool = False  # what happened to its values since: they were masked or exchanged,
     cloned: bool = False
     cut: bool = False  # the graph between that call and it ended
 
@@ -85,7 +105,7 @@ class RootTable:
         self.raw: dict[int, Root] = {}  # those of raw data by their number, the last used last
         self.numbers = itertools.count(1)
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
-        self.arrays: dict[int, tuple[Any, Tensor]] = {}  # those that own their memory
+        self.arrays: dict[int, Tensor] = {}  # the memory of those that own it
 
     def root(self, tensor: Tensor, *, new: bool = True) -> Root | None:
         """The root of a tensor; `new` makes one of raw data where there is none."""
@@ -107,19 +127,15 @@ class RootTable:
             root.known = bool(marks[0].any())
         else:
             root = self._recognised(tensor, root)
-            self.raw[root.number] = root
+            remember(self.raw, root.number, root, MAX_ROOTS)
         self.roots[storage_of(tensor)] = root
         if len(self.roots) % MAX_ROOTS == 0:
             self.drop_freed()
         return root
 
     def drop_freed(self) -> None:
-        """Forget the roots of freed storages, and raw data that were not read for long."""
+        """Forget the roots of freed storages."""
         self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
-        self.arrays = {key: pair for key, pair in self.arrays.items() if pair[0]() is not None}
-        for table, most in ((self.samples, 256), (self.raw, MAX_ROOTS)):
-            for key in list(table)[:-most]:
-                del table[key]
 
     def _recognised(self, tensor: Tensor, root: Root) -> Root:
         """The root of equal raw data, such as of the copy that the last epoch made."""
@@ -129,9 +145,10 @@ class RootTable:
         values = tensor.detach().reshape(-1)[:: count // SAMPLES].tolist()
         if len(set(values)) < 4:
             return root
-        same = self.samples.setdefault((root.shape, root.strides, tensor.dtype, *values), root)
+        key = root.shape, root.strides, tensor.dtype, *values
+        same = self.samples.get(key, root)
         same.alive, same.version = root.alive, root.version
-        return same
+        return remember(self.samples, key, same, MAX_ROOTS // 16)
 
     def marks(self, tensor: Tensor) -> Marks:
         """The marks of the elements of a tensor that has a root."""
@@ -140,25 +157,24 @@ class RootTable:
             return unknown(tensor.shape)
         if root.marks and root.shape == tensor.shape and root.strides == tensor.stride():
             return root.marks
-        indices = map(torch.from_numpy, np.indices(tensor.shape, sparse=True))
-        offset = torch.tensor(int(tensor.storage_offset()), device="cpu")
-        moved = (n * i for n, i in zip(tensor.stride(), indices, strict=True))
-        offsets = sum(moved, offset).expand(tensor.shape)
+        offsets = torch.tensor(int(tensor.storage_offset()), device="cpu")
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
         if root.marks is None:
-            self.raw[root.number] = self.raw.pop(root.number, root)
+            remember(self.raw, root.number, root, MAX_ROOTS)
             numbers = root.number * SPAN + offsets
-            return numbers, numbers, torch.zeros_like(numbers)
+            return numbers, numbers
         index = tuple(root.index(offsets))
-        first, last, state = (each[index] if index else each for each in root.marks)
-        return first, last, state
+        first, last = (each[index] if index else each for each in root.marks)
+        return first, last
 
-    def follow(self, op: Any, out: Tensor) -> None:
+    def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
         key = storage_of(out)
         if key and out.numel() and all(storage_of(t) != key for t in op.inputs):
             self._record(op, out, [] if op.name in FILLS else op.inputs)
 
-    def change(self, op: Any) -> None:
+    def change(self, op: Operation) -> None:
         """Record a tensor that an operation changed in place."""
         target, *others = op.inputs
         whole = base_of(target)
@@ -167,7 +183,7 @@ class RootTable:
         replaced = whole is target and op.name in REPLACES
         self._record(op, whole, others if replaced else [whole, *others])
 
-    def _record(self, op: Any, out: Tensor, inputs: list[Tensor]) -> None:
+    def _record(self, op: Operation, out: Tensor, inputs: list[Tensor]) -> None:
         fluid = [t for t in inputs if not isinstance(t, nn.Parameter)]
         roots = [(t, root) for t in fluid if (root := self.root(t, new=not t.requires_grad))]
         known = [(t, root) for t, root in roots if root.known or root.behind]
@@ -181,12 +197,7 @@ class RootTable:
             shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
         )  # fmt: skip
         marks = self._moved(op, out, roots)
-        if (
-            not marks
-            and not op.is_choice
-            and not mixed
-            and (known or op.inputs or op.name in FILLS)
-        ):
+        if not marks and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
             marks = self._computed(out, known)
         root = self.add(out, marks)
         root.is_order = op.name in ORDERS or (
@@ -194,112 +205,85 @@ class RootTable:
         )
         root.learned = learned
         states = [(t, each) for t, each in known if each.behind]
-        if states and marks and marks[2].any():
+        if states and marks:
             root.behind = max((each.behind for _, each in states), key=_serial)
-            root.edited = op.name == "__setitem__" or op.is_edit(len(states))
-            root.edited |= any(each.edited for _, each in states)
+            root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = any(each.cut or not t.requires_grad for t, each in states)
         return None
 
-    def _moved(self, op: Any, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:
+    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:
         """The marks of what an operation moves, by moving its marks; `None` for any other."""
-        name, args, tensors = op.name, op.args, [t for t, _ in roots]
+        name, tensors = op.name, [t for t, _ in roots]
         if name == "__getitem__" and len(roots) > 1:
             index, root = roots[-1]
             whole = root.marks is None and index.shape == root.shape
             if index.dim() > 1 or not (whole or root.is_order):
                 # the indices of a table are the data themselves, such as numbers of words
                 return self.rows(index, out.shape)
-        if name == "stack" and all(t.requires_grad for t in tensors):  # the outputs of a chunk
-            return unknown(out.shape)
+        if name in WRITES or (name == "stack" and all(t.requires_grad for t in tensors)):
+            return unknown(out.shape)  # the outputs of a chunk
         if name in JOINS:
-            fits = len({id(t) for t in tensors}) == len(args[0])
+            fits = len({id(t) for t in tensors}) == len(op.args[0])
             fits = fits and len({root.learned for _, root in roots}) == 1
-        elif name in WRITES:
-            fits = bool(tensors) and tensors[0] is (out if name == "__setitem__" else op.inputs[0])
         else:
             fits = name in MOVES and bool(roots)
         if not fits or sum(t.numel() for t in tensors) > MAX_MARKS:
             return None
-        device = tensors[0].device
-        grids = [[m.to(device) for m in self.marks(t)] for t in tensors]
-        results: list[Tensor] = []
-        for kind in range(3):
-            first = [grid[kind] for grid in grids] if name in JOINS else grids[0][kind].clone()
-            rest = list(args[1:])
-            if name in WRITES:
-                has_source = isinstance(args[-1], Tensor) and args[-1] is tensors[-1]
-                rest[-1] = grids[-1][kind] if has_source else 0
-            result = op.func(first, *rest, **op.kwargs)
-            result = first if result is None else result
+        grids = [[m.to(tensors[0].device) for m in self.marks(t)] for t in tensors]
+        results = list[Tensor]()
+        for kind in range(2):
+            first = [grid[kind] for grid in grids] if name in JOINS else grids[0][kind]
+            result = op.func(first, *op.args[1:], **op.kwargs)
             results.append((result if isinstance(result, Tensor) else result[0]).cpu())
-        return results[0], results[1], results[2]
+        return results[0], results[1]
 
     def _is_most(self, tensor: Tensor) -> bool:
         """Whether a tensor covers most of the raw data that it was made of."""
-        first, last, _ = map(int, self.rows(tensor, ()))
+        first, last = map(int, self.rows(tensor, ()))
         root = self.raw.get(first // SPAN)
         return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
 
     def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
-        """The marks of the data in front, and of the last state."""
-        states = [(t, root) for t, root in known if root.behind]
-        states.sort(key=lambda pair: -_serial(pair[1].behind))
-        data = [t for t, root in known if not root.behind] or [t for t, r in states if r.known]
-        marks = unknown(out.shape)
-        if data:
-            longest = max(data, key=lambda t: shared(t, out.shape))
-            marks = self.rows(longest, out.shape)
-        if not states:
-            return marks
-        return marks[0], marks[1], self.rows(states[0][0], out.shape)[2]
+        """The marks of the data in front: of those that share most dimensions with the result."""
+        data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
+        if not data:
+            return unknown(out.shape)
+        return self.rows(max(data, key=lambda t: shared(t, out.shape)), out.shape)
 
     def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Marks:
-        """The marks of a result of this shape: the leading dimensions that it shares stay."""
+        """The marks of a result of this shape: the leading dimensions that it shares stay.
+
+        Of the rest the first and the last element count.
+        """
         tensor, lead = tensor.detach(), shared(tensor, shape)
-        if lead == len(shape) == tensor.dim() and tensor.numel() <= MAX_MARKS:
-            return self.marks(tensor)
         while math.prod(shape[:lead]) > MAX_MARKS:
             lead -= 1
-        root = self.root(tensor)
-        is_raw = root is not None and root.marks is None
-        if is_raw or tensor.numel() > MAX_MARKS:  # the first and the last element of each row
-            ends = [tensor[(..., *[at] * (tensor.dim() - lead))] for at in (0, -1)]
-            pairs = zip(*map(self.marks, ends), strict=True)
-            grids = [torch.stack(pair, -1) for pair in pairs]
-        else:
-            grids = [m.reshape((*shape[:lead], -1)) for m in self.marks(tensor)]
-        first = grids[0].masked_fill(grids[0] == 0, MOST).amin(-1)
-        first = first.masked_fill(first == MOST, 0)
-        after = [1] * (len(shape) - lead)
-        first, last, state = (
-            m.reshape((*shape[:lead], *after)).expand(shape)
-            for m in (first, grids[1].amax(-1), grids[2].amax(-1))
+        if lead == len(shape) == tensor.dim():
+            return self.marks(tensor)
+        (first, other), (end, last) = (
+            self.marks(tensor[(..., *[at] * (tensor.dim() - lead))]) for at in (0, -1)
         )
-        return first, last, state
+        first = torch.where(first == 0, end, first).minimum(torch.where(end == 0, first, end))
+        last, after = last.maximum(other), [1] * (len(shape) - lead)
+        first, last = (m.reshape((*shape[:lead], *after)).expand(shape) for m in (first, last))
+        return first, last
 
     def from_array(self, array: Any, out: Tensor) -> None:
         """Record a tensor with the memory or the values of a NumPy array."""
         base = array
         while isinstance(base.base, np.ndarray):
             base = base.base
-        known, memory = self.arrays.get(id(base), (lambda: None, out))
-        if known() is not base:
-            if (
-                base.dtype != array.dtype
-                or base.dtype.kind not in "fiub"
-                or not base.flags.writeable
-            ):
-                self.add(out)
-                return
-            memory = torch.from_numpy(base)
-            self.arrays[id(base)] = weakref.ref(base), memory
+        kind, dtype = base.dtype.kind, base.dtype
+        if dtype != array.dtype or kind not in "fiub" or not base.flags.writeable:
+            self.add(out)
+            return
+        memory = self.arrays[id(base)] if id(base) in self.arrays else torch.from_numpy(base)
+        remember(self.arrays, id(base), memory, MAX_ARRAYS)
         offset = (array.ctypes.data - base.ctypes.data) // array.itemsize
         strides = [n // array.itemsize for n in array.strides]
-        part = memory.as_strided(array.shape, strides, offset)
         self.root(memory)
-        self.add(out, self.rows(part, tuple(out.shape)))
+        self.add(out, self.rows(memory.as_strided(array.shape, strides, offset), tuple(out.shape)))
 
 
 def shared(tensor: Tensor, shape: Any) -> int:
@@ -311,7 +295,16 @@ def shared(tensor: Tensor, shape: Any) -> int:
 def unknown(shape: Any) -> Marks:
     """The marks of what is not known."""
     nothing = torch.zeros((), dtype=torch.int64, device="cpu").expand(shape)
-    return nothing, nothing, nothing
+    return nothing, nothing
+
+
+def remember(table: dict[Any, Any], key: Any, value: Any, most: int = 64) -> Any:
+    """Store a value as the newest, and drop the oldest."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
+    return value
 
 
 def _serial(call: Any) -> int:

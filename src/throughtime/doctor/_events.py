@@ -1,4 +1,8 @@
-"""The events of a training loop: hooks and wrappers of torch that notify the rules."""
+"""The events of a training loop.
+
+A torch mode that records operations and their lines, and hooks and wrappers of torch that notify
+the rules.
+"""
 
 import functools
 import itertools
@@ -6,42 +10,50 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from throughtime.doctor._calls import CELLS, LAYERS, Calls
+from throughtime.doctor._data import MOVES, Operation, RootTable
 from throughtime.doctor._frames import (
+    Instruction,
     SourceLine,
-    call_site,
+    carrier,
     current_frame,
     current_line,
     line_in,
+    tensors,
     user_frame,
 )
 from throughtime.doctor._graph import (
+    ATTRIBUTE_GETTER,
+    LEAF,
     LoaderIterator,
+    base_of,
+    behind_copies,
+    current_mode,
     has_hook,
     is_transformed,
-    mean_of,
+    mode_depth,
     next_sequence,
     reachable_nodes,
     sequence,
+    version_of,
 )
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
-from throughtime.doctor.findings import Finding, FindingList
-from throughtime.doctor.rules.errors import explain, lanes_of_error
-from throughtime.doctor.rules.loop import AT
+from throughtime.doctor._log import Backward, Change, Close, Event, Log, WeightStep
+from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules.loop import AT, explain, lanes_of_error
 from throughtime.doctor.rules.state import StateRule
-from throughtime.doctor.watcher import Watcher, is_replaced, tensors
+from throughtime.errors import DiagnosisError
 
 MAX_NODES = 4_000  # nodes visited in the graph of a backward
 # the calls of a model in training (t), in evaluation with a graph (e) and without one (v), and its
@@ -51,18 +63,182 @@ MAX_PAST = 64  # of these remembered
 MAX_RETAINED = 16  # retained backwards measured in one line
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
+MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
+RECURRENT = LAYERS | CELLS
+DETACHES = frozenset(["detach", "data", "detach_"])
+KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
+# add_, __setitem__ and __iadd__, but not __int__ and so on
+IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
+CLIP_FILE = clip_grad.__file__
+GETTERS = {"data", "grad", "T", "mT", "H"}
+QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
+             "storage_offset", "__len__"}  # fmt: skip
+
+
+class Watcher(TorchFunctionMode):
+    """Records operations, and passes on those that matter."""
+
+    def __init__(self, log: Log, state: StateRule) -> None:
+        super().__init__()
+        self.log, self.table = log, RootTable()
+        self.calls = state.calls = Calls(log, self.table, state)
+        self._instructions: dict[tuple[int, int], Instruction] = {}
+        self.busy = False  # the doctor itself is at work, or an optimizer
+        self.paused = 0  # the depth of the stack of modes below this one, while it is no mode
+        self.closed = False  # after the doctor; on a user's stack it then only passes on
+        self.awake = True  # operations are recorded
+        self.internal_error: Exception | None = None
+        self.operations = 0  # recorded since the last backward
+
+    def pause(self) -> None:
+        """Stop being the current mode while nothing that matters is at work."""
+        if current_mode() is self:
+            self.paused = mode_depth()
+            self.__exit__(None, None, None)
+
+    def resume(self) -> None:
+        """Be the current mode again, unless inside a mode of the user's that began meanwhile."""
+        if self.paused == mode_depth() + 1:
+            self.paused = 0
+            self.__enter__()
+
+    def close(self) -> None:
+        """Stop being the current mode, unless another is above it."""
+        self.closed = True
+        self.pause()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asleep = not self.awake and operation_name(func) not in RECURRENT
+        if self.closed or self.busy or asleep or is_question(func) or is_replaced():
+            return func(*args, **kwargs)
+        iterates = func is Tensor.__iter__
+        result = torch.unbind(*args) if iterates else func(*args, **kwargs)
+        caller = current_frame(1)
+        if operation_name(func) == "grad" and isinstance(func, ATTRIBUTE_GETTER):
+            self._note_read(args[0], caller)
+        elif frame := user_frame(caller, skip_optimizer=False):
+            function = torch.unbind if iterates else func
+            self.guarded(self._record, function, args, kwargs, result, frame, frame is caller)
+        return iter(result) if iterates else result
+
+    def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
+        """Note a gradient that is read, but not to clear it or to measure its norm."""
+        log, line = self.log, current_line()
+        if frame.f_code.co_filename != CLIP_FILE:
+            for each in log.backwards[-1:]:
+                each.used |= frame.f_code.co_name != "zero_grad"
+        elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
+            last = next(reversed(log.events), None)
+            if not isinstance(last, Change) or last.line != line:  # one for all parameters
+                log.append(Change("l", frozenset([id(parameter)]), line))
+
+    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run the doctor's own work: unwatched, and without failing the user's loop."""
+        was_busy, self.busy = self.busy, True
+        try:
+            return work(*args)
+        except DiagnosisError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
+            self.internal_error, self.closed = error, True
+            return None
+        finally:
+            self.busy = was_busy
+
+    def instruction_at(self, frame: FrameType) -> Instruction:
+        """The instruction that a frame runs; always the same object for the same one."""
+        new = Instruction(frame.f_code, frame.f_lasti)  # it keeps the code alive
+        return self._instructions.setdefault((id(frame.f_code), frame.f_lasti), new)
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
+    ) -> None:
+        name = operation_name(func)
+        inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
+        self.operations += 1
+        if self.operations > MAX_OPERATIONS:
+            self.awake = self.table.complete = False
+            self.log.results.clear()  # they are not followed to their end
+        changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
+        outputs = inputs[:1] if changes else outputs
+        if not outputs:
+            return
+        op = Operation(name, func, args, kwargs, inputs, outputs, self.instruction_at(frame))
+        if changes and self._record_change(inputs[0], op):
+            return
+        first, learned = outputs[0], any(t.requires_grad for t in inputs)
+        is_discrete = not (first.is_floating_point() or first.is_complex())
+        op.is_choice = not first.requires_grad and (
+            func is torch.autograd.grad or (learned and is_discrete)
+        )
+        if name in {"view", "reshape"}:
+            self.calls.viewed = weakref.ref(first), inputs[0].shape, op.instruction
+        if first.grad_fn:
+            self._record_graph(op)
+        if name in RECURRENT:
+            self.calls.layer_or_cell(op)
+            return
+        for out in () if changes else outputs[: 1 if name in MOVES else None]:
+            self.table.follow(op, out)
+        if name in DETACHES and inputs[0].requires_grad:
+            self.calls.detached(inputs[0], op.instruction)
+        if is_direct:
+            self.calls.by_hand(op, frame)
+
+    def _record_graph(self, op: Operation) -> None:
+        """Record the results that have a graph, what they sum and what they are compared with."""
+        first, log = op.outputs[0], self.log
+        for out in op.outputs:
+            if (number := sequence(out.grad_fn)) < LEAF:
+                log.add_node(number, op.instruction)
+        if op.name not in DETACHES and log.chunk and op.instruction not in log.carried:
+            self._record_carried(op)
+        if op.name in RECURRENT:
+            return
+        log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
+        sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
+        if sizes and any(t.grad_fn for t in op.inputs):
+            # one comparison at each step, or of the whole chunk
+            before = log.targets if op.instruction is log.compared_at else 0
+            log.compared_at, log.targets = op.instruction, before + sizes[0]
+
+    def _record_change(self, target: Tensor, op: Operation) -> bool:
+        """Record a change in place.
+
+        Returns:
+            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
+        """
+        number = max(self.log.node_numbers[-1:], default=-1)
+        self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
+        is_parameter = isinstance(base_of(target), nn.Parameter)
+        if not is_parameter and op.name not in KEPT_IN_PLACE:
+            self.table.change(op)
+        return is_parameter
+
+    def _record_carried(self, op: Operation) -> None:
+        """Record the variables that carry states with an earlier graph into an operation."""
+        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
+        paths = [
+            carrier(t, current_frame())
+            for t in op.inputs
+            if t.grad_fn
+            and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
+            and (t.numel() > 1 or weighted)
+        ]
+        if paths:
+            self.log.carried[op.instruction] = paths
 
 
 class LoopEvents:
     """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
 
     def __init__(self, findings: FindingList) -> None:
-        self.log = Log()
-        self.findings = findings
-        self.state = StateRule(self.log, self._add)
+        self.log, self.findings = Log(), findings
+        self.state = StateRule(self.log, findings.add)
         self.watcher = Watcher(self.log, self.state)
         self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
-        self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
+        self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
@@ -79,15 +255,11 @@ class LoopEvents:
         """Install the hooks and wrappers, and watch."""
         hooks = (
             modules.register_module_forward_pre_hook(self._before_module),
-            modules.register_module_forward_hook(
-                self._after_module, with_kwargs=True, always_call=True
-            ),
+            modules.register_module_forward_hook(self._after_module, always_call=True),
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
         self._undo += [hook.remove for hook in hooks]
-        flags: Any = vars(modules)["_global_forward_hooks_with_kwargs"]  # which torch leaves
-        self._undo.append(functools.partial(flags.pop, hooks[1].id))
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
@@ -100,29 +272,22 @@ class LoopEvents:
 
     def close(self) -> None:
         """Stop watching, and remove hooks and wrappers in the opposite order."""
-        try:
-            self.watcher.close()
-        finally:
-            while self._undo:
-                self._undo.pop()()
+        self.watcher.close()
+        while self._undo:
+            self._undo.pop()()
 
     def emit(self, event: Event) -> None:
         """Add an event to the log, and report what the rules find."""
         self.log.append(event)
-        self.watcher.guarded(self._report, event)
-
-    def _report(self, event: Event) -> None:
         for rule in AT.get(type(event), ()):
-            for fault in rule(self.log, event):
-                self._add(fault)
-
-    def _add(self, fault: Fault | None) -> Finding | None:
-        return self.findings.add(fault) if fault else None
+            self.watcher.guarded(
+                lambda rule: [*map(self.findings.add, rule(self.log, event))], rule
+            )
 
     def end(self, error: BaseException | None) -> None:
         """Report what the end of the loop shows."""
         if error is not None:
-            self.watcher.guarded(lambda: self._add(lanes_of_error(error)))
+            self.watcher.guarded(lambda: self.findings.add(lanes_of_error(error)))
             return
         self.watcher.guarded(self.state.close)
         self.emit(Close())
@@ -145,16 +310,10 @@ class LoopEvents:
         """Whether the doctor itself, an optimizer or another thread is at work."""
         return self.watcher.busy or threading.get_ident() != self._thread
 
-    def _watch(self, chunks: int) -> None:
-        """Record every operation for some chunks."""
-        self._watch_until = max(self._watch_until, self.log.chunk + chunks)
-        self._set_level()
-
-    def _set_level(self) -> None:
-        """Record every operation, or once the chunks are used up the calls of layers only."""
+    def _watch(self, chunks: int = AGAIN_CHUNKS) -> None:
+        """Record every operation for some chunks, then the calls of layers only."""
         watcher, chunk = self.watcher, self.log.chunk
-        if chunk % PERIOD == 0 and chunk >= self._watch_until:
-            self._watch_until = chunk + AGAIN_CHUNKS
+        self._watch_until = max(self._watch_until, chunk + chunks)
         awake = chunk < self._watch_until
         if awake and not watcher.awake:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
@@ -167,8 +326,8 @@ class LoopEvents:
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if is_replaced() or self._ignored:
             return
-        log = self.log
-        if self._depth == 0:
+        log, self._depth = self.log, self._depth + 1
+        if self._depth == 1:
             log.call += 1
             if not self.watcher.awake:  # not within a backward, which torch runs with the mode off
                 self.watcher.pause()
@@ -177,24 +336,19 @@ class LoopEvents:
             past = self._past.get(module, "")
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
-                self._watch(AGAIN_CHUNKS)
-        elif (
-            log.chunk < FIRST_CHUNKS
-            and self._outermost
-            and all(each is not module for each in self._outermost.modules())
-        ):
-            self._hidden.add(module)
-        self._depth += 1
+                self._watch()
+        elif log.chunk < FIRST_CHUNKS and self._outermost:
+            self._hidden |= {module} - {*self._outermost.modules()}
+        if isinstance(module, nn.RNNBase):  # also while operations are not recorded
+            self.watcher.resume()
 
-    def _after_module(
-        self, module: nn.Module, args: Any, kwargs: Any, result: Any = None
-    ) -> None:  # without kwargs after an error
+    def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if is_replaced() or self._ignored:
             return
         self._depth -= self._depth > 0
         self._outermost = self._outermost if self._depth else None
-        if not self.watcher.awake and isinstance(module, nn.RNNBase) and result is not None:
-            self.watcher.guarded(self.watcher.record_layer, module, *args, *kwargs.values(), result)
+        if isinstance(module, nn.RNNBase) and not self.watcher.awake:
+            self.watcher.pause()
 
     def _eval(self, original: Any, module: nn.Module) -> Any:
         self._evals[module] = current_line()
@@ -207,66 +361,60 @@ class LoopEvents:
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
-        frame = user_frame(current_frame())
+        frame, guarded, log = user_frame(current_frame()), self.watcher.guarded, self.log
         # torch calls itself again through the mode
         if not frame or self._in_backward or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
-        if is_grad:
-            retain = retain or kwargs.get("create_graph")
-            leaves = tensors(kwargs.get("inputs", args[0] if args else ()))
-            self.watcher.guarded(self.watcher.calls.note_gradients, leaves)
-        backward = Backward(line_in(frame), call_site(frame), bool(retain))
-        backward.used = backward.retain or is_grad or not self.watcher.awake
+        retain = bool(retain or (is_grad and kwargs.get("create_graph")))
+        backward = Backward(line_in(frame), retain)
+        backward.used = retain or is_grad or not self.watcher.awake
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
         if ends_chunk:
-            self.watcher.guarded(self.state.before_backward)
-            self.watcher.guarded(self._measure, backward, roots[0] if roots else None)
+            guarded(self.state.before_backward)
+            guarded(self._measure, backward, roots[0] if roots else None)
         self._in_backward = True
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
-            if finding := self.watcher.guarded(self._explain, str(error), roots, backward):
-                error.add_note(f"tt.doctor: {finding}")
+            guarded(self._explain, str(error), roots, backward)
             raise
         finally:
             self._in_backward = False
         del roots  # its graph must not live on
         if ends_chunk:
-            self.log.next_chunk()
-            self.watcher.guarded(self.watcher.table.drop_freed)
-            backward.boundary = self.log.boundary
+            log.next_chunk()
+            guarded(self.watcher.table.drop_freed)
+            backward.boundary = log.boundary
             self.emit(backward)
-            self._set_level()
+            self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
 
     def _measure(self, backward: Backward, root: Any) -> None:
         """The facts of a backward before it runs."""
         log = self.log
         backward.chunk, backward.steps, backward.newest = log.chunk, log.steps, next_sequence()
-        for optimizer, last in self._last_grads.items():
-            if (grad := last()) is not None and not _has_values(grad):  # cleared by hand
-                log.append(Clear(frozenset(map(id, parameters_of(optimizer)))))
+        for step in self._last_steps.values():
+            if step.grad and (grad := step.grad()) is not None and not _has_values(grad):
+                log.append(Change("c", step.parameters))  # by hand
         if root is None:
             return
         number = backward.number = sequence(root)
-        backward.again = number <= log.boundary
-        log.several |= backward.again
-        backward.mean = mean_of(root)
         if not self.watcher.awake:
             return
         log.roots.add(log.instruction_of(number))
         same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
-        if backward.retain and not backward.again and len(same) <= MAX_RETAINED:
+        # several backwards may go through the same forward pass
+        if backward.retain and number > log.boundary and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
-    def _explain(self, message: str, roots: list[Any], backward: Backward) -> Finding | None:
+    def _explain(self, message: str, roots: list[Any], backward: Backward) -> None:
         faults = (explain(self.log, message, root, backward) for root in roots if root)
-        return self._add(next(filter(None, faults), None))
+        self.findings.add(next(filter(None, faults), None))
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         # a closure would be the user's loop
@@ -284,12 +432,13 @@ class LoopEvents:
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
         grad = grads[0] if grads else None
-        last = self._last_grads.get(optimizer, lambda: None)()
-        step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
-        step.number = next_sequence() - 1
+        before = self._last_steps.get(optimizer)
+        step = WeightStep(frozenset(map(id, parameters)), current_line(), before)
+        step.chunk, step.number = log.chunk, next_sequence() - 1
         step.lacks = not closure and not any(map(_has_values, grads))
-        step.repeated = grad is not None and grad is last
-        step.lost = -any(map(has_hook, parameters))
+        step.grad = grad if grad is None else weakref.ref(grad)
+        step.repeated = bool(before and grad is not None and before.grad and before.grad() is grad)
+        step.has_hooks = any(map(has_hook, parameters))
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:
             # layers that are not registered, or all of a model, may train in no optimizer
@@ -303,15 +452,15 @@ class LoopEvents:
                 self._past[module] = past + "s"
                 if FORGOTTEN.search(past + "s") and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
-        if grad is not None:
-            self._last_grads[optimizer] = weakref.ref(grad)
+        self._last_steps[optimizer] = step
         self.emit(step)
+        step.before = None
         for each in log.backwards[-1:]:  # for the other optimizers
             each.used = True
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         of = nn.Module.parameters if isinstance(owner, nn.Module) else parameters_of
-        self.emit(Clear(frozenset(map(id, of(owner))), current_line()))
+        self.log.append(Change("c", frozenset(map(id, of(owner))), current_line()))
         return original(owner, *args, **kwargs)
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:
@@ -323,7 +472,7 @@ class LoopEvents:
         log = self.log
         if iterator not in self._iterators:
             self._iterators[iterator] = next(self._numbers)
-            self._watch(AGAIN_CHUNKS)
+            self._watch()
         batch = original(iterator)
         log.batch = self._iterators[iterator], log.batch[1] + 1
         log.loader = current_line()
@@ -353,6 +502,25 @@ def _depends_on_mode(module: nn.Module) -> bool:
 def draws_at_random(sampler: Any) -> bool:
     """Whether a sampler, or that of a batch sampler, does not keep the order of time."""
     sampler = getattr(sampler, "sampler", sampler)
-    if isinstance(sampler, DistributedSampler):
-        return bool(sampler.shuffle) or sampler.num_replicas > 1
     return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+
+
+def is_replaced() -> bool:
+    """Whether torch compiles or transforms the operations."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+@lru_cache(maxsize=4096)
+def is_question(func: Any) -> bool:
+    """Whether an operation asks for the form of a tensor, not for its values."""
+    name = operation_name(func)
+    return (isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS) or name in QUESTIONS
+
+
+@lru_cache(maxsize=4096)
+def operation_name(func: Any) -> str:
+    """The name of an operation; for a getter that of the attribute."""
+    name = getattr(func, "__name__", "")
+    return (
+        str(getattr(getattr(func, "__self__", None), "__name__", "")) if name == "__get__" else name
+    )

@@ -3,12 +3,10 @@
 A frame is the user's if its file belongs neither to a library nor to throughtime.
 """
 
-import itertools
 import os
 import site
 import sysconfig
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from sys import _getframe as current_frame
@@ -38,8 +36,8 @@ _FOLDERS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
 LIBRARY_FOLDERS = (*_FOLDERS, *(str(Path(folder).resolve()) for folder in _FOLDERS))
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
 COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
-INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
-MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
+PART = "[...]"  # behind the path of a container
+MAX_DEPTH = 2  # attributes in the path of a variable
 MAX_ITEMS = 64  # items searched per container
 
 
@@ -127,29 +125,32 @@ def line_of(instruction: Instruction) -> SourceLine:
     return SourceLine(code.co_filename, next(lines, code.co_firstlineno))
 
 
-def call_site(frame: FrameType | None) -> int:
-    """A number for the lines of all the user's frames from this one outwards."""
-    return hash(tuple((id(each.f_code), each.f_lineno) for each in user_frames(frame)))
-
-
-def variable_path(
-    matches: Callable[[Any], bool], frame: FrameType | None, depth: int = MAX_PATH_DEPTH
-) -> str:
-    """The path from a user's variable to the first value that matches, such as `self.h[0]`.
+def variable_path(matches: Callable[[Tensor], bool], frame: FrameType) -> str:
+    """The path of the first variable of a frame that is or holds a matching tensor, as `self.h`.
 
     Empty if there is none. `self` is searched first.
     """
-    return next(filter(None, (_path_in(each, matches, depth) for each in user_frames(frame))), "")
-
-
-def _path_in(frame: FrameType, matches: Callable[[Any], bool], depth: int = MAX_PATH_DEPTH) -> str:
-    """The path from a variable of this frame, see `variable_path`; empty if there is none."""
-    if frame.f_code.co_name in COMPREHENSIONS:
-        return ""
     variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
-    named = (item for item in variables if not item[0].startswith("__"))
-    paths = (_search(value, matches, name, depth) for name, value in named)
-    return next(filter(None, paths), "")
+    for name, value in variables if frame.f_code.co_name not in COMPREHENSIONS else ():
+        held = [] if name.startswith("__") else [(name, value)]
+        for path, each in held:
+            if any(map(matches, tensors(each))):
+                return path if isinstance(each, Tensor) else f"{path}{PART}"
+            is_object = hasattr(each, "__dict__") and not isinstance(each, NOT_SEARCHED)
+            if is_object and path.count(".") < MAX_DEPTH:
+                attributes = vars(each) | vars(each).get("_buffers", {})
+                held += ((f"{path}.{key}", part) for key, part in attributes.items())
+    return ""
+
+
+def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors among arguments, results or values; of a long list those at its end."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    branches = list(tree.values()) if isinstance(tree, dict) else tree
+    if not isinstance(branches, (tuple, list)) or not depth:
+        return []
+    return [each for branch in branches[-MAX_ITEMS:] for each in tensors(branch, depth - 1)]
 
 
 def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
@@ -159,50 +160,15 @@ def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
     inside the loop.
     """
     storage, result, passed = storage_of(tensor), ("", None), False
-
-    def matches(value: Any) -> bool:
-        return value is tensor or (
-            isinstance(value, Tensor) and value.requires_grad and storage_of(value) == storage
-        )
-
     for each in user_frames(frame):
-        path, code = _path_in(each, matches), each.f_code
-        if not path and result[0]:
-            break
+        code = each.f_code
+        path = variable_path(lambda t: t.requires_grad and storage_of(t) == storage, each)
         if path:
             result = path, line_in(each) if passed else None
-            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            is_argument = path.split("[")[0] in arguments
-            if not is_argument and code.co_name != "forward":
-                break
-            passed |= is_argument
+        is_argument = (
+            path.removesuffix(PART) in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        )
+        if result[0] and not (is_argument or (path and code.co_name == "forward")):
+            break
+        passed |= is_argument
     return result
-
-
-def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str | None:
-    if matches(value):
-        return path
-    if depth == 0 or isinstance(value, Tensor):
-        return None
-    results = (_search(item, matches, path + name, depth - 1) for name, item in _items(value))
-    return next(filter(None, results), None)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The first items or attributes of a value, each with its path suffix, such as `[0]` or `.h`.
-
-    None of a deque of limited length, which never holds too much.
-    """
-    if isinstance(value, dict):
-        items = ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (tuple, list, set, deque)):
-        is_limited = isinstance(value, deque) and value.maxlen is not None
-        items = ((f"[{i}]", item) for i, item in enumerate([] if is_limited else value))
-    elif hasattr(value, "__dict__") and not isinstance(value, NOT_SEARCHED):
-        names = dict(vars(value))
-        for parts in ("_buffers", "_modules"):  # of a module
-            names |= names.pop(parts, {})
-        items = ((f".{name}", item) for name, item in names.items())
-    else:
-        return
-    yield from itertools.islice(items, MAX_ITEMS)

@@ -7,7 +7,6 @@ place.
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -111,29 +110,12 @@ def reaches_unusable(node: Any, limit: int = 400, *errors: str) -> bool:
     return any(error in text for text in texts for error in errors or (FREED, CHANGED))
 
 
-class ChangedTensor(NamedTuple):
-    """A saved tensor that was changed in place."""
-
-    node: Any  # that saved it
-    parameter: Tensor | None  # if it is one
-    shape: list[int]
-    version: int  # now
-    expected: int  # the version that the node needs
-
-
-def changed_tensor(root: Any, message: str) -> ChangedTensor | None:
-    """The tensor that torch's message is about; `None` if no node has that message."""
-    parts = re.search(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", message)
-    for node in reachable_nodes(root) if parts else ():
-        if parts and any(parts[0] in text for text in _saved_errors(node)):
-            shape, version = [int(n) for n in re.findall(r"\d+", parts[1])], int(parts[2])
-            matches = (
-                p
-                for p in parameters_of_node(node)
-                if version_of(p) == version and sorted(p.shape) == sorted(shape)
-            )
-            return ChangedTensor(node, next(matches, None), shape, version, int(parts[3]))
-    return None
+def changed_node(root: Any, message: str) -> Any:
+    """The node whose saved tensor torch's message is about; `None` if there is none."""
+    text = message.partition(" Hint:")[0]
+    return next(
+        (n for n in reachable_nodes(root) if any(text in e for e in _saved_errors(n))), None
+    )
 
 
 def parameters_of_node(node: Any) -> list[Tensor]:
@@ -166,15 +148,16 @@ class StaleEdge(NamedTuple):
     entry: Any  # the first operation on the old tensor that is not a view or copy
 
     @property
-    def is_number(self) -> bool:
-        """Whether the old tensor enters as a single number, as a loss does."""
-        metadata = getattr(self.entry, "_input_metadata", None)
-        return bool(metadata) and all(n == 1 for n in metadata[0].shape)
-
-    @property
     def uses_parameters(self) -> bool:
         """Whether its path uses a parameter; that of a kept loss or output does not."""
         return any(is_leaf(child) for node in self.path for child in children(node))
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the old tensor enters as a single number, and without a parameter."""
+        metadata = getattr(self.entry, "_input_metadata", None)
+        is_number = bool(metadata) and all(n == 1 for n in metadata[0].shape)
+        return is_number and not self.uses_parameters
 
 
 def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
@@ -191,54 +174,8 @@ def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
                 stack.append(child)
             elif reaches_unusable(child):
                 path = [node]
-                while above := parents[path[0]]:
-                    path.insert(0, above)
-                steps = (each for each in reversed(path) if not _is_copy_or_view(each))
+                while above := parents[path[-1]]:
+                    path.append(above)
+                steps = (each for each in path if not _is_copy_or_view(each))
                 edges.append(StaleEdge(path, child, next(steps, node)))
     return sorted(edges, key=lambda edge: sequence(edge.entry))
-
-
-@dataclass(frozen=True)
-class MeanTerm:
-    """A mean in a loss."""
-
-    kind: str  # the name of its node
-    weight: float
-    count: int  # of elements
-
-
-def mean_of(node: Any) -> MeanTerm | None:
-    """The mean that a loss is, times a number; `None` if it is anything else."""
-    weight = 1.0
-    while (count := _mean_count(node)) is None:
-        name, factor = node.name(), _factor(node)
-        if name not in {"MulBackward0", "DivBackward0"} or not factor:
-            return None
-        weight *= factor if name == "MulBackward0" else 1 / factor
-        (node,) = children(node)
-    return MeanTerm(node.name(), weight, int(count))
-
-
-def _factor(node: Any) -> float:
-    """The number by which a node multiplies or divides its only input; 0 if there is none."""
-    factor = _saved(node, "other") if len(children(node)) == 1 else None
-    is_number = factor is not None and torch.as_tensor(factor).numel() == 1
-    return float(factor) if factor is not None and is_number else 0.0
-
-
-def _saved(node: Any, name: str) -> Any:
-    """What a node saved under a name; `None` if it has none or a backward has freed it."""
-    try:
-        return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
-        return None
-
-
-def _mean_count(node: Any) -> float | None:
-    """The number of elements, or the total weight, of the mean that a node computes."""
-    if node.name() == "MeanBackward0":
-        return float(node._saved_self_sym_numel)
-    if _saved(node, "reduction") != 1 or (inputs := _saved(node, "self")) is None:
-        return None
-    weight = _saved(node, "total_weight")
-    return float(inputs.numel() if weight is None else weight)

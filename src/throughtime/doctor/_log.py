@@ -6,19 +6,13 @@ nodes have larger ones.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from throughtime.doctor._frames import (
-    Carrier,
-    Instruction,
-    SourceLine,
-    current_frame,
-    variable_path,
-)
-from throughtime.doctor._graph import MeanTerm, next_sequence
+from throughtime.doctor._frames import Carrier, Instruction, SourceLine
+from throughtime.doctor._graph import next_sequence
 
 MAX_CHANGES = 5_000  # in-place changes remembered
 MAX_NODES = 50_000  # nodes remembered
@@ -29,25 +23,24 @@ MAX_EVENTS = 4_096  # events remembered, at least
 class Backward:
     """A backward of the user; its facts are those before it ran."""
 
+    letter = "b"
     line: SourceLine
-    site: int = 0  # see `call_site`
     retain: bool = False
     used: bool = False  # its gradients were read or stepped with, or this was not watched
     number: int = -1  # the sequence number of the first tensor's node, -1 without one
-    again: bool = False  # another backward has gone through the same forward pass
     chunk: int = 0
     steps: int = 0  # of optimizers before it
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
-    mean: MeanTerm | None = None  # its loss
     reach: int = -1  # of a retained graph: the backwards in this line that it reaches back to
 
 
 @dataclass(slots=True, eq=False)
-class Clear:
-    """A call that clears gradients."""
+class Change:
+    """A call that clears gradients or clips them."""
 
-    parameters: frozenset[int]  # their ids
+    letter: str  # "c" or "l"
+    parameters: frozenset[int]  # their ids; of a clip that of the first
     line: SourceLine | None = None  # `None` by hand
 
 
@@ -55,25 +48,21 @@ class Clear:
 class WeightStep:
     """An optimizer step; its facts are those after it."""
 
-    optimizer: int  # its id
     parameters: frozenset[int]
     line: SourceLine | None
+    before: "WeightStep | None" = None  # the last one of the optimizer
+    grad: Any = None  # a weak reference to a gradient
     chunk: int = 0
     number: int = -1  # the largest sequence number before it
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
+    has_hooks: bool = False  # that use the gradients
     # the line that made the optimizer, if gradients arrived at parameters that none has
     constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
-    lost: int = 0  # backwards before it whose gradients were cleared unused; -1 if hooks use them
-
-
-@dataclass(slots=True, eq=False)
-class Clip:
-    """A call that clips gradients."""
-
-    parameters: set[int]
-    line: SourceLine | None
+    lost: int = 0  # backwards before it whose gradients were cleared unused
+    run: int = 1  # steps in a row that lost as many
+    idle: int = 0  # steps in a row without a backward
 
 
 @dataclass(slots=True, eq=False)
@@ -81,15 +70,7 @@ class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | WeightStep | Clip | Close
-
-
-class Sum(NamedTuple):
-    """A running sum of losses with its graph."""
-
-    number: int  # the sequence number of its node
-    chunk: int
-    depth: int = 0  # chunks before this one that it goes through
+Event = Backward | Change | WeightStep | Close
 
 
 class Fault(NamedTuple):
@@ -133,9 +114,9 @@ class Log:
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
     compared_at: Instruction | None = None
-    sums: dict[Instruction, Sum] = field(default_factory=dict)
+    # sums of losses: the node of the last value, and the chunks before that it goes through
+    sums: dict[Instruction, tuple[int, int]] = field(default_factory=dict)
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
-    several: bool = False  # a forward pass has several losses
 
     def append(self, event: Event) -> None:
         """Add an event, and forget the oldest."""
@@ -146,21 +127,14 @@ class Log:
             if len(events) > 2 * MAX_EVENTS:
                 del events[:MAX_EVENTS]
 
-    def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
-        """The last steps of an optimizer, the last one first."""
-        past = reversed(self.events)
-        steps = (e for e in past if isinstance(e, WeightStep) and e.optimizer == optimizer)
-        return list(islice(steps, most))
-
-    def before(self, step: WeightStep, *kinds: type) -> list[Any]:
-        """The events of these kinds between the last event, which is a step, and the step before.
+    def before(self, step: WeightStep) -> list[Any]:
+        """The backwards (b), clears (c) and clips (l) between a step, the last event, and the last.
 
         Only steps, clears and clips of any of its parameters count.
         """
         past: Iterator[Any] = islice(reversed(self.events), 1, None)
         own = (e for e in past if isinstance(e, Backward) or e.parameters & step.parameters)
-        later = takewhile(lambda event: not isinstance(event, WeightStep), own)
-        return [event for event in later if isinstance(event, kinds)][::-1]
+        return [*takewhile(lambda event: not isinstance(event, WeightStep), own)][::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
@@ -172,13 +146,6 @@ class Log:
         if not self.node_numbers or number > self.node_numbers[-1]:
             self.node_numbers.append(number)
             self.node_instructions.append(instruction)
-
-    def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
-        """The path of a state: as recorded where it entered, or of the first value that matches."""
-        carriers = self.carried.get(instruction, []) if instruction else []
-        return next((path for path, _ in carriers if path), "") or variable_path(
-            matches, current_frame()
-        )
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""

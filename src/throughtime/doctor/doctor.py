@@ -50,19 +50,13 @@ class Coverage:
     recurrences: tuple[str, ...] = ()
     carried: bool = False
 
-    @property
-    def missing(self) -> str:
-        """What a training loop of a recurrent net has and this one lacked; empty if nothing."""
-        return _NO_STATE if not self.recurrences else "" if self.backwards else _NO_BACKWARD
-
     def __str__(self) -> str:
-        state = "no recurrent state"
-        if self.recurrences:
-            state = f"the recurrent state of {', '.join(self.recurrences)},"
-            state += f" {'' if self.carried else 'not '}carried from chunk to chunk"
-        return (
-            f"Watched: backward passes: {self.backwards}; optimizer steps: {self.steps}; {state}."
-        )
+        of = f"the recurrent state of {', '.join(self.recurrences)},"
+        carried = f"{of} {'' if self.carried else 'not '}carried from chunk to chunk"
+        state = carried if self.recurrences else "no recurrent state"
+        missing = _NO_STATE if not self.recurrences else "" if self.backwards else _NO_BACKWARD
+        watched = f"backward passes: {self.backwards}; optimizer steps: {self.steps}; {state}."
+        return f"Watched: {watched}\n{missing}".rstrip()
 
 
 class Doctor:
@@ -133,21 +127,20 @@ class Doctor:
         events = self._stop()
         if events is None:
             return
-        self.ended = _in_words(error)
+        has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        self.ended = f"{type(error).__name__}: {error}".removesuffix(": ") if has_failed else ""
         try:
-            events.end(error if self.ended else None)
+            events.end(error if has_failed else None)
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:
             log, self.internal_error = events.log, events.watcher.internal_error
             lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
-        if error is not None:
-            chain = error, error.__cause__ or error.__context__
-            known = {text for e in chain for text in (str(e), *getattr(e, "__notes__", []))}
-            for finding in map(str, self.findings):
-                if not known & {finding, NOTE + finding}:
-                    error.add_note(NOTE + finding)
+        known = [str(error), *getattr(error, "__notes__", [])]
+        for finding in map(str, self.findings):
+            if error is not None and not {finding, NOTE + finding} & {*known}:
+                error.add_note(NOTE + finding)
 
     def _stop(self) -> LoopEvents | None:
         """Stop watching; return the events, or `None` if there are none."""
@@ -165,18 +158,8 @@ class Doctor:
             error = f"{type(self.internal_error).__name__}: {self.internal_error}"
             lines.append(f"The doctor itself failed and stopped watching: {error}")
         elif not self.findings and self._events is None:
-            lines += filter(None, [str(self.coverage), "" if self.ended else self.coverage.missing])
+            lines.append(str(self.coverage))
         return "\n".join(lines)
-
-
-def _in_words(error: BaseException | None) -> str:
-    """An exception in words; empty for none, and for an exit without an error."""
-    if isinstance(error, SystemExit):
-        if isinstance(error.code, int | None):
-            return f"exit code {error.code}" if error.code else ""
-    elif error is None:
-        return ""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _stop_in_child() -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from throughtime.doctor._frames import INDICES, SourceLine
+from throughtime.doctor._frames import PART, SourceLine
 from throughtime.doctor._log import Fault
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -72,23 +72,16 @@ def translated(text: str) -> str:
 
 
 def detached(path: str) -> str:
-    """The statement that detaches a variable, or the whole of which the path is a part."""
-    whole = re.sub(INDICES, "", path)
+    """The statement that detaches a variable, or the container at a path."""
+    whole = path.removesuffix(PART)
     return f"{path} = {path}.detach()" if whole == path else f"{whole} = tt.state.detach({whole})"
 
 
-def detach_fix(paths: Iterable[str], *, losses: int = 0) -> str:
-    """The fix for states that are carried with their graph; empty if no path is known.
-
-    `losses` are those of one forward pass that are sent back with retained graphs.
-    """
+def detach_fix(paths: Iterable[str], *, retained: bool = False) -> str:
+    """The fix for states that are carried with their graph; empty if no path is known."""
     statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
-    if not statements:
-        return ""
-    fix = f"between chunks: {statements}"
-    if losses > 1:
-        return f"{fix}; and one backward without retain_graph=True for the sum of the losses"
-    return f"{fix}; and loss.backward() without retain_graph=True" if losses else fix
+    backward = "; and one backward without retain_graph=True, for the sum of the losses" * retained
+    return f"between chunks: {statements}{backward}" if statements else ""
 
 
 @dataclass(frozen=True)
@@ -155,8 +148,8 @@ class FindingList:
             )
         return cls(codes, strict)
 
-    def add(self, fault: Fault) -> Finding | None:
-        """Add the finding of a fault and return it, unless it is ignored or its line has it.
+    def add(self, fault: Fault | None) -> Finding | None:
+        """Add the finding of a fault, if any, and return it, unless it is ignored or known.
 
         A fault without a line is not added, nor one that has not yet occurred `after` times: one
         may be chance.
@@ -164,7 +157,7 @@ class FindingList:
         Raises:
             DiagnosisError: under `strict`.
         """
-        code, line, detail, tensor, chunks, fix, after = fault
+        code, line, detail, tensor, chunks, fix, after = fault or Fault("", None)
         if not line or code in self.ignore:
             return None
         self.evidence[code, line] += 1

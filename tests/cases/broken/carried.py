@@ -62,7 +62,7 @@ class ConvGRU(nn.Module):
     def forward(self, frames, h):
         ys = []
         for x in frames:
-            z, r = self.zr(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)
+            z, r = self.zr(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)  # <- TT204
             h = (1 - z) * h + z * torch.tanh(self.new(torch.cat([x, r * h], 1)))  # <- TT204
             ys.append(self.out(h))
         return torch.stack(ys), h
@@ -119,52 +119,6 @@ def detached_at_every_step():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-class Episodes(Dataset):
-    def __init__(self, count, steps):
-        generator = torch.Generator().manual_seed(32)
-        self.items = [
-            torch.randn(steps + 1, 2, generator=generator).cumsum(0) / 6 for _ in range(count)
-        ]
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index][:-1], self.items[index][1:]
-
-
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.RNN(2, 8, batch_first=True)
-        self.out = nn.Linear(8, 2)
-        self.hidden = None
-
-    def reset(self):
-        self.hidden = None
-
-    def forward(self, x):
-        if self.hidden is not None:
-            self.hidden = self.hidden.detach()
-        y, self.hidden = self.rnn(x, self.hidden)  # <- TT204
-        return self.out(y)
-
-
-def episodes_without_reset():
-    """Episodes come from a data set one by one. The module keeps self.hidden and nobody calls its
-    reset between them.
-    """
-    torch.manual_seed(32)
-    policy = Policy()
-    optimizer = torch.optim.Adam(policy.parameters())
-    for episode_x, episode_y in DataLoader(Episodes(4, 40), batch_size=1):
-        for x, y in zip(episode_x.split(8, dim=1), episode_y.split(8, dim=1)):
-            optimizer.zero_grad()
-            loss = (policy(x) - y).pow(2).mean()  # <- TT204
-            loss.backward()
-            optimizer.step()
 
 
 class Net(nn.Module):
@@ -266,44 +220,6 @@ def ignite_evaluator_with_gradients():
     print(evaluator.state.metrics)
 
 
-def ignite_state_across_recordings():
-    """Ignite: every batch is a recording, the update function walks through it, and the state is
-    reset only when the run starts.
-    """
-    torch.manual_seed(65)
-    lstm, head = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 3)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-
-    def update(engine, recording):
-        x, y = recording["signal"], recording["label"]
-        losses = []
-        for start in range(0, x.shape[1], 10):
-            out, state = lstm(x[:, start : start + 10], engine.state.carried)  # <- TT204
-            engine.state.carried = tuple(s.detach() for s in state)
-            loss = nn.functional.cross_entropy(head(out).transpose(1, 2), y[:, start : start + 10])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return sum(losses) / len(losses)
-
-    trainer = Engine(update)
-
-    @trainer.on(Events.STARTED)
-    def start(engine):
-        engine.state.carried = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
-
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def log(engine):
-        print(engine.state.iteration, engine.state.output)
-
-    recordings = []
-    for steps in (50, 30, 40, 60):
-        signal = torch.randn(1, steps, 2).cumsum(1) / 6
-        recordings.append({"signal": signal, "label": (signal > 0).sum(-1)})
-    trainer.run(recordings, max_epochs=1)
-
-
 class Net2(nn.Module):
     def __init__(self):
         super().__init__()
@@ -351,42 +267,6 @@ def leaky_sum_of_states():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-
-
-class CellModule(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTMCell(1, 8)
-        self.head = nn.Linear(8, 1)
-        self.state = None
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        outputs = []
-        for x_t in x.unbind(1):
-            h, c = self.cell(x_t, self.state)
-            self.state = (h.detach(), c.detach())  # <- TT203
-            outputs.append(self.head(h))
-        return nn.functional.mse_loss(torch.stack(outputs, 1), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def lightning_detach_in_the_time_loop():
-    """Lightning: the cell's state is detached where it is stored, inside the loop over time."""
-    L.seed_everything(56, verbose=False)
-    signal = torch.sin(torch.arange(121) * 0.2).unsqueeze(-1)
-    data = TensorDataset(signal[:-1].view(12, 10, 1), signal[1:].view(12, 10, 1))
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(CellModule(), DataLoader(data, batch_size=1))
 
 
 class Recordings(Dataset):
@@ -493,52 +373,6 @@ def lightning_shared_by_validation():
     )
 
 
-class Windowed(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.lstm = nn.LSTM(2, 8, batch_first=True)
-        self.linear = nn.Linear(8, 2)
-        self.truncated_steps = 10
-
-    def forward(self, x, state=None):
-        y, state = self.lstm(x, state)  # <- TT201
-        return self.linear(y), state
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        optimizer = self.optimizers()
-        for x_t, y_t in zip(
-            x.split(self.truncated_steps, dim=1), y.split(self.truncated_steps, dim=1)
-        ):
-            prediction, state = self(x_t)  # <- TT201
-            loss = nn.functional.mse_loss(prediction, y_t)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
-def lightning_state_never_carried():
-    """Lightning: the batch is split over time by hand, and every piece starts from no state at
-    all.
-    """
-    L.seed_everything(55, verbose=False)
-    walks = torch.randn(4, 101, 2).cumsum(1) / 10
-    loader = DataLoader(TensorDataset(walks[:, :-1], walks[:, 1:]), batch_size=4)
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Windowed(), loader)
-
-
 class Membrane(nn.Module):
     def forward(self, current, u):
         u = u.detach()  # <- TT203
@@ -567,63 +401,6 @@ def membranes_detached_in_the_layer():
         optimizer.step()
 
 
-def one_backward_at_the_end():
-    """A long stream is fed chunk by chunk without a cut, with one backward at its very end: all of
-    it stays in memory.
-    """
-    torch.manual_seed(26)
-    cell = nn.GRUCell(2, 10)
-    verdict = nn.Linear(10, 1)
-    optimizer = torch.optim.Adam([*cell.parameters(), *verdict.parameters()], lr=1e-3)
-    stream = torch.randn(300, 4, 2).cumsum(0) / 12
-    answer = (stream[-1, :, :1] > 0).float()
-
-    def read(chunk, h):
-        for x in chunk:
-            h = cell(x, h)  # <- TT202
-        return h
-
-    h = torch.zeros(4, 10)
-    for chunk in stream.split(15):
-        h = read(chunk, h)  # <- TT202
-    loss = nn.functional.binary_cross_entropy_with_logits(verdict(h), answer)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
-
-
-def one_dictionary_for_both_phases():
-    """The loop over the phases "train" and "val" shares one dictionary of states."""
-    torch.manual_seed(35)
-    B, H = 2, 6
-    cells = nn.ModuleList([nn.LSTMCell(1, H), nn.LSTMCell(H, H)])
-    head = nn.Linear(H, 1)
-    optimizer = torch.optim.SGD([*cells.parameters(), *head.parameters()], lr=0.02)
-    t = torch.arange(151) * 0.1
-    wave = torch.stack([t.sin(), (2 * t).sin()], 1).unsqueeze(-1)
-    data = {"train": wave[:101], "val": wave[110:151] * 0.5}
-    memory = {i: (torch.zeros(B, H), torch.zeros(B, H)) for i in range(2)}
-    for phase in ("train", "val"):
-        cells.train(phase == "train")
-        head.train(phase == "train")
-        with torch.set_grad_enabled(phase == "train"):
-            for start in range(0, len(data[phase]) - 1, 10):
-                loss = torch.tensor(0.0)
-                for k in range(start, start + 10):
-                    z = data[phase][k]
-                    for i, cell in enumerate(cells):
-                        memory[i] = cell(z, memory[i])  # <- TT205
-                        z = memory[i][0]
-                    loss = loss + (head(z) - data[phase][k + 1]).square().mean() / 10
-                if phase == "train":
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                memory = {i: (h.detach(), c.detach()) for i, (h, c) in memory.items()}
-        print(phase, loss.item())
-
-
 class Filter2(nn.Module):
     def __init__(self, n=6):
         super().__init__()
@@ -650,20 +427,6 @@ def online_filter_with_a_graph():
     print(highest)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(3, 8)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x, h):
-        logits = []
-        for x_t in x.unbind(0):
-            h = self.cell(x_t, h)  # <- TT204
-            logits.append(self.head(h))
-        return torch.stack(logits), h
-
-
 class Trainer:
     def __init__(self, model, chunk):
         self.model, self.chunk = model, chunk
@@ -686,18 +449,6 @@ class Trainer:
                 for x, y in zip(signal.split(self.chunk), label.split(self.chunk))
             ]
             print(name, sum(losses) / len(losses))
-
-
-def patients_share_a_state():
-    """A trainer resets its state when it is built and never again, so one patient's state runs on
-    into the next.
-    """
-    torch.manual_seed(31)
-    patients = {}
-    for name, steps in (("anna", 48), ("bert", 36), ("carl", 60)):
-        signal = torch.randn(steps, 1, 3).cumsum(0) / 5
-        patients[name] = (signal, (signal.sum(-1) > 0).long())
-    Trainer(Recurrent(), chunk=12).fit(patients)
 
 
 def load_recordings():
@@ -723,29 +474,6 @@ def recordings_in_one_breath():
             loss.backward()
             optimizer.step()
         print(number, loss.item())
-
-
-class Service:
-    def __init__(self, core, head):
-        self.core, self.head = core.eval(), head.eval()
-        self.sessions = {}
-
-    def handle(self, user, frames):
-        before = self.sessions.get(user)
-        y, after = self.core(frames.unsqueeze(1), before)  # <- TT202
-        self.sessions[user] = after
-        return self.head(y).softmax(-1).squeeze(1).tolist()
-
-
-def service_with_gradients():
-    """An inference service keeps its state between requests and never turns gradients off."""
-    torch.manual_seed(27)
-    service = Service(nn.GRU(3, 8, num_layers=2), nn.Linear(8, 4))
-    audio = {"ada": torch.randn(160, 3).cumsum(0) / 9, "bob": torch.randn(160, 3).cumsum(0) / 9}
-    for request in range(16):
-        for user, frames in audio.items():
-            answer = service.handle(user, frames[10 * request : 10 * request + 10])
-    print(answer[-1])
 
 
 class Online:
@@ -918,30 +646,6 @@ def cell(params, x, h):
     return torch.tanh(F.linear(x, wi, b) + F.linear(h, wh))
 
 
-def step_on_data():
-    """An old idiom: every step of time starts from `h.data`, which cuts the graph at
-    every step.
-    """
-    torch.manual_seed(29)
-    wi = (0.4 * torch.randn(9, 2)).requires_grad_()
-    wh = (0.4 * torch.randn(9, 9)).requires_grad_()
-    b = torch.zeros(9, requires_grad=True)
-    wo = (0.4 * torch.randn(2, 9)).requires_grad_()
-    optimizer = torch.optim.Adam([wi, wh, b, wo], lr=5e-3)
-    path = torch.randn(81, 4, 2).cumsum(0) / 9
-    h = torch.zeros(4, 9)
-    for begin in range(0, 80, 8):
-        loss = 0
-        for t in range(begin, begin + 8):
-            h_in = h.data  # <- TT203
-            h = cell((wi, wh, b), path[t], h_in)
-            loss = loss + F.mse_loss(F.linear(h, wo), path[t + 1])
-        optimizer.zero_grad()
-        (loss / 8).backward()
-        optimizer.step()
-        print(begin, loss.item() / 8)
-
-
 LINES = ["row row row your boat", "gently down the stream", "merrily merrily merrily"]
 LETTERS = sorted(set("".join(LINES)))
 
@@ -1015,47 +719,6 @@ def validation_goes_on_from_training():
         with torch.no_grad():
             val_loss, _ = run(net, valid, h)  # <- TT205
         print(epoch, loss, val_loss)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 8), nn.Linear(8, 2)
-
-    def forward(self, x, state):
-        y, state = self.lstm(x, state)  # <- TT205
-        return self.head(y), state
-
-
-@torch.no_grad()
-def validate(model, recording, state):
-    total = 0.0
-    for i in range(0, 40, 20):
-        y, state = model(recording[i : i + 20], state)  # <- TT205
-        total += nn.functional.mse_loss(y, recording[i + 1 : i + 21]).item()
-    return total / 2, state
-
-
-def validation_hands_its_state_back():
-    """validate() takes the state and returns it; after it training goes on from where the
-    validation recording ended.
-    """
-    torch.manual_seed(1102)
-    stream = torch.randn(161, 2, 2).cumsum(0) / 10
-    held_out = torch.randn(41, 2, 2).cumsum(0) / 10
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    state = (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
-    for n, i in enumerate(range(0, 160, 16)):
-        y, state = model(stream[i : i + 16], state)  # <- TT205
-        state = tuple(s.detach() for s in state)
-        loss = nn.functional.mse_loss(y, stream[i + 1 : i + 17])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if n % 4 == 3:
-            score, state = validate(model, held_out, state)  # <- TT205
-            print(n, score)
 
 
 class Stateful(nn.Module):

@@ -35,54 +35,6 @@ def actor_and_critic_apart():
         optimizer.step()
 
 
-TEXT = "the quick brown fox jumps over the lazy dog and runs away from the slow red hen. " * 4
-
-
-class CharModel(nn.Module):
-    def __init__(self, n_chars, n_embed=8, n_hidden=16):
-        super().__init__()
-        self.encoder = nn.Embedding(n_chars, n_embed)
-        self.rnn = nn.LSTM(n_embed, n_hidden)
-        self.decoder = nn.Linear(n_hidden, n_chars)
-
-    def forward(self, tokens, hidden):
-        output, hidden = self.rnn(self.encoder(tokens), hidden)  # <- TT101
-        return self.decoder(output), hidden
-
-    def init_hidden(self, bsz):
-        weight = next(self.parameters())
-        return weight.new_zeros(1, bsz, 16), weight.new_zeros(1, bsz, 16)
-
-
-def repackage(hidden):
-    if isinstance(hidden, torch.Tensor):
-        return hidden.clone()
-    return tuple(repackage(v) for v in hidden)
-
-
-def cloned_instead_of_detached():
-    """A character model whose `repackage` clones the hidden state. A clone keeps the graph that
-    detach would cut.
-    """
-    # raises: second time
-    torch.manual_seed(8)
-    chars = sorted(set(TEXT))
-    ids = torch.tensor([chars.index(c) for c in TEXT])
-    bsz, bptt = 4, 10
-    source = ids[: len(ids) // bsz * bsz].view(bsz, -1).t().contiguous()
-    model = CharModel(len(chars))
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    hidden = model.init_hidden(bsz)
-    for i in range(0, source.size(0) - 1 - bptt, bptt):
-        hidden = repackage(hidden)
-        optimizer.zero_grad()
-        logits, hidden = model(source[i : i + bptt], hidden)  # <- TT101
-        loss = criterion(logits.view(-1, len(chars)), source[i + 1 : i + 1 + bptt].reshape(-1))
-        loss.backward()
-        optimizer.step()
-
-
 def decayed_between_forward_and_backward():
     """The recurrent weights decay by hand before the backward that still needs them."""
     # raises: in-place
@@ -135,41 +87,6 @@ def detach_as_a_statement():
         optim.step()
 
 
-class Tagger(nn.Module):
-    def __init__(self, features, hidden, classes):
-        super().__init__()
-        self.gru = nn.GRU(features, hidden, batch_first=True)
-        self.head = nn.Linear(hidden, classes)
-        self.h = None
-
-    def forward(self, x):
-        if self.h is not None:
-            self.h.detach()  # <- TT101
-        out, self.h = self.gru(x, self.h)  # <- TT101
-        return self.head(out)
-
-
-def detach_result_thrown_away():
-    """`self.h.detach()` returns a new tensor. The result is thrown away, so the state keeps the
-    graph of the chunk before.
-    """
-    # raises: second time
-    torch.manual_seed(0)
-    signal = torch.randn(4, 96, 3).cumsum(1) / 10
-    labels = (signal.sum(-1) > 0).long()
-
-    model = Tagger(3, 8, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    criterion = nn.CrossEntropyLoss()
-    for start in range(0, 96, 12):
-        x, y = signal[:, start : start + 12], labels[:, start : start + 12]
-        optimizer.zero_grad()
-        loss = criterion(model(x).reshape(-1, 2), y.reshape(-1))
-        loss.backward()
-        optimizer.step()
-        print(f"{start:3d} {loss.item():.4f}")
-
-
 class Config:
     chunk = 6
     detach_every = 4
@@ -212,35 +129,6 @@ def detached_every_fourth_chunk():
     # raises: second time
     torch.manual_seed(11)
     Trainer(Config()).fit(torch.randn(73, 3, 2).cumsum(0) / 5)
-
-
-def fit(layers, head, stream, chunk, optimizer):
-    states = [torch.zeros(stream.size(1), layer.hidden_size) for layer in layers]
-    for part in stream.split(chunk):
-        map(torch.Tensor.detach_, states)  # <- TT101
-        loss = 0.0
-        for now, after in zip(part[:-1], part[1:]):
-            below = now
-            for i, layer in enumerate(layers):
-                states[i] = layer(below, states[i])  # <- TT101
-                below = states[i]
-            loss = loss + nn.functional.smooth_l1_loss(head(below), after)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
-
-
-def detached_lazily():
-    """`map` is lazy: the detach that it stands for is never executed."""
-    # raises: second time
-    torch.manual_seed(1005)
-    layers = nn.ModuleList([nn.RNNCell(3, 8), nn.GRUCell(8, 6)])
-    head = nn.Linear(6, 3)
-    optimizer = torch.optim.Adam([*layers.parameters(), *head.parameters()], lr=2e-3)
-    stream = torch.randn(120, 2, 3).cumsum(0) / 10
-    for loss in fit(layers, head, stream, 15, optimizer):  # <- TT101
-        print(loss)
 
 
 class Feedback(nn.Module):
@@ -419,48 +307,6 @@ def label_one_chunk_late():
         waiting = bought(y[-1])
 
 
-POEM = (
-    "the fog comes on little cat feet",
-    "it sits looking over harbor and city",
-    "on silent haunches and then moves on",
-)
-LETTERS = "abcdefghijklmnopqrstuvwxyz "
-
-
-class CharNetwork(nn.Module):
-    def __init__(self, n_letters, n_hidden):
-        super().__init__()
-        self.i2h = nn.Linear(n_letters + n_hidden, n_hidden)
-        self.i2o = nn.Linear(n_letters + n_hidden, n_letters)
-
-    def forward(self, letter, hidden):
-        both = torch.cat((letter, hidden), 1)
-        return self.i2o(both), torch.tanh(self.i2h(both))  # <- TT101
-
-
-def letters_one_by_one():
-    """The classic character network: the last hidden vector of a line is no part of that line's
-    loss. It enters the next line with its graph, and the step has changed the weights under it.
-    """
-    # raises: in-place
-    torch.manual_seed(1001)
-    network = CharNetwork(len(LETTERS), 12)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    hidden = torch.zeros(1, 12)
-    for line in POEM:
-        ids = torch.tensor([LETTERS.index(c) for c in line])
-        onehot = nn.functional.one_hot(ids, len(LETTERS)).float()
-        loss = 0
-        for i in range(len(ids) - 1):
-            output, hidden = network(onehot[i : i + 1], hidden)  # <- TT101
-            loss += criterion(output, ids[i + 1 : i + 2])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(line, loss.item() / len(line))
-
-
 class Tagger3(L.LightningModule):
     def __init__(self, chunk=8):
         super().__init__()
@@ -536,49 +382,6 @@ def lightning_state_with_graph():
         enable_model_summary=False,
     )
     trainer.fit(Forecast(), loader)
-
-
-class StackedCells(nn.Module):
-    def __init__(self, sizes):
-        super().__init__()
-        self.cells = nn.ModuleList(nn.GRUCell(a, b) for a, b in zip(sizes[:-1], sizes[1:]))
-        self.readout = nn.Linear(sizes[-1], 1)
-        self.states = []
-
-    def reset(self, batch):
-        self.states = [torch.zeros(batch, cell.hidden_size) for cell in self.cells]
-
-    def cut(self):
-        for h in self.states:
-            h = h.detach()  # <- TT101
-
-    def forward(self, x):
-        ys = []
-        for x_t in x:
-            for i, cell in enumerate(self.cells):
-                self.states[i] = cell(x_t, self.states[i])  # <- TT101
-                x_t = self.states[i]
-            ys.append(self.readout(x_t))
-        return torch.stack(ys)
-
-
-def loop_variable_detached():
-    """The states are kept in a list, and the loop that detaches them only rebinds its own
-    variable.
-    """
-    # raises: second time
-    torch.manual_seed(1)
-    t = torch.arange(101) * 0.2
-    wave = torch.stack([torch.sin(t), torch.sin(1.7 * t), torch.cos(t)], dim=1).unsqueeze(-1)
-    net = StackedCells([1, 6, 5])
-    opt = torch.optim.SGD(net.parameters(), lr=0.05)
-    net.reset(batch=3)
-    for x, y in zip(wave[:-1].split(10), wave[1:].split(10)):
-        net.cut()
-        loss = F.mse_loss(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
 
 
 def make_data(n=80):
@@ -841,51 +644,6 @@ def only_h_detached():
         print(t0, round(loss.item(), 4))
 
 
-CORPUS = "it was the best of times it was the worst of times it was the age of wisdom " * 5
-
-
-def repackage_hidden(h):
-    if isinstance(h, torch.Tensor):
-        h = h.detach()
-    return h  # <- TT101
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, ntoken, nhid):
-        super().__init__()
-        self.encoder = nn.Embedding(ntoken, nhid)
-        self.rnn = nn.LSTM(nhid, nhid, 2)
-        self.decoder = nn.Linear(nhid, ntoken)
-
-    def forward(self, tokens, hidden):
-        output, hidden = self.rnn(self.encoder(tokens), hidden)
-        return self.decoder(output).flatten(0, 1), hidden
-
-
-def repackage_knows_tensors_only():
-    """repackage_hidden detaches a tensor and gives everything else back as it is, also the pair of
-    an LSTM.
-    """
-    # raises: second time
-    torch.manual_seed(1006)
-    vocab = sorted(set(CORPUS))
-    ids = torch.tensor([vocab.index(c) for c in CORPUS])
-    data = ids[: len(ids) // 4 * 4].view(4, -1).t().contiguous()
-    model = LanguageModel(len(vocab), 12)
-    criterion = nn.CrossEntropyLoss()
-    hidden = (torch.zeros(2, 4, 12), torch.zeros(2, 4, 12))
-    for i in range(0, 90, 10):
-        model.zero_grad()
-        hidden = repackage_hidden(hidden)  # <- TT101
-        output, hidden = model(data[i : i + 10], hidden)  # <- TT101
-        loss = criterion(output, data[i + 1 : i + 11].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=-1.0)
-
-
 class Elman:
     def __init__(self, n_in, n_hidden, n_out):
         scale = n_hidden**-0.5
@@ -1015,49 +773,6 @@ def ring_buffer_rolled():
         optimizer.step()
 
 
-class Agent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(3, 8)
-        self.memory = nn.LSTMCell(8, 8)
-        self.actor, self.critic = nn.Linear(8, 2), nn.Linear(8, 1)
-
-    def forward(self, obs, hx, cx):
-        hx, cx = self.memory(torch.relu(self.body(obs)), (hx, cx))  # <- TT101
-        return torch.distributions.Categorical(logits=self.actor(hx)), self.critic(hx), hx, cx
-
-
-def rollouts_in_one_chain():
-    """An actor-critic agent learns from rollouts of five steps of one endless episode. Its memory
-    goes from one rollout into the next with its graph.
-    """
-    # raises: second time
-    torch.manual_seed(1007)
-    world = torch.randn(41, 1, 3).cumsum(0) / 5
-    agent = Agent()
-    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
-    hx, cx = torch.zeros(1, 8), torch.zeros(1, 8)
-    clock = 0
-    for update in range(8):
-        log_probs, values, rewards = [], [], []
-        for _ in range(5):
-            policy, value, hx, cx = agent(world[clock], hx, cx)  # <- TT101
-            action = policy.sample()
-            clock += 1
-            rewards.append((world[clock, 0, 0] * (2 * action - 1)).item())
-            log_probs.append(policy.log_prob(action))
-            values.append(value.squeeze())
-        R, loss = 0.0, torch.zeros(())
-        for log_prob, value, reward in zip(log_probs[::-1], values[::-1], rewards[::-1]):
-            R = reward + 0.9 * R
-            advantage = R - value
-            loss = loss + 0.5 * advantage.pow(2) - log_prob.squeeze() * advantage.detach()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(update, loss.item())
-
-
 class ResettingCell(nn.Module):
     def __init__(self, n_in, n_hidden):
         super().__init__()
@@ -1147,10 +862,10 @@ def start_computed_once():
 
     h0 = start(context).unsqueeze(0)
     for number, sequence in enumerate(sequences):
-        features, _ = gru(sequence[:-1], h0)  # <- TT101
+        features, _ = gru(sequence[:-1], h0)
         loss = (score(features) - sequence[1:]).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # <- TT105
         optimizer.step()
         print(number, loss.item())
 
@@ -1248,44 +963,6 @@ def step_under_a_retained_graph():
         prediction, state = net(x_chunk, state)
         loss = nn.functional.mse_loss(prediction, y_chunk)
         loss.backward(retain_graph=True)  # <- TT102
-        optimizer.step()
-
-
-POEM2 = "if you can keep your head when all about you are losing theirs and blaming it on you"
-
-
-class Reader(nn.Module):
-    def __init__(self, vocab, n=10):
-        super().__init__()
-        self.table = nn.Embedding(vocab, n)
-        self.mix = nn.Linear(2 * n, n)
-        self.guess = nn.Linear(n, vocab)
-
-    def forward(self, word, memory):
-        memory = torch.tanh(self.mix(torch.cat([self.table(word), memory])))  # <- TT102
-        return self.guess(memory), memory
-
-
-def text_gathered_with_retained_graphs():
-    """Token after token, one vector of state. The gradients of the text are gathered in pieces of
-    six tokens with retain_graph=True, each time back to the first token.
-    """
-    torch.manual_seed(1030)
-    words = POEM2.split()
-    vocab = {w: i for i, w in enumerate(dict.fromkeys(words))}
-    ids = torch.tensor([vocab[w] for w in words])
-    reader = Reader(len(vocab))
-    optimizer = torch.optim.Adam(reader.parameters(), lr=0.01)
-    for _ in range(3):
-        memory = torch.zeros(10)
-        optimizer.zero_grad()
-        piece = 0.0
-        for i in range(len(ids) - 1):
-            logits, memory = reader(ids[i], memory)  # <- TT102
-            piece = piece + nn.functional.cross_entropy(logits, ids[i + 1])
-            if i % 6 == 5 or i == len(ids) - 2:
-                piece.backward(retain_graph=True)  # <- TT102
-                piece = 0.0
         optimizer.step()
 
 

@@ -1,7 +1,5 @@
 """Loops whose memory grows, or whose states and gradients are not what they seem."""
 
-import random
-
 import lightning as L
 import torch
 from ignite.engine import Engine, EventEnum, Events
@@ -164,45 +162,6 @@ def ignite_losses_kept():
     trainer.run(list(zip(ids[:-1].split(10), ids[1:].split(10))), max_epochs=1)
 
 
-class ManualTBPTT(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.lstm = nn.LSTM(1, 8)
-        self.head = nn.Linear(8, 1)
-
-    def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        x, y = (part.transpose(0, 1) for part in batch)
-        state = None
-        for x_c, y_c in zip(x.split(10), y.split(10)):
-            out, state = self.lstm(x_c, state)
-            state = (state[0].detach(), state[1].detach())
-            loss = nn.functional.mse_loss(self.head(out), y_c)
-            self.manual_backward(loss)
-            opt.step()  # <- TT302
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def lightning_gradients_never_cleared():
-    """Lightning, manual optimization: chunk after chunk is stepped, and zero_grad is
-    never called.
-    """
-    L.seed_everything(60, verbose=False)
-    x = torch.randn(3, 101, 1).cumsum(1) / 10
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(ManualTBPTT(), DataLoader(TensorDataset(x[:, :-1], x[:, 1:]), batch_size=3))
-
-
 class LitRNN(L.LightningModule):
     def __init__(self, rnn, readout):
         super().__init__()
@@ -332,111 +291,6 @@ def outputs_kept_for_the_accuracy():
     print(f"accuracy {accuracy:.3f}")
 
 
-class Smoother(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(1, 6)
-        self.level = nn.Linear(6, 1)
-
-    def forward(self, xs, h):
-        levels = []
-        for x in xs:
-            h = self.cell(x, h)
-            levels.append(self.level(h))
-        return torch.stack(levels), h
-
-
-def parentheses_forgotten():
-    """`optimizer.zero_grad` without parentheses calls nothing: the gradients of all
-    chunks add up.
-    """
-    torch.manual_seed(1024)
-    clean = torch.randn(120, 2, 1).cumsum(0) / 8
-    noisy = clean + 0.2 * torch.randn(120, 2, 1)
-    model = Smoother()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    h = torch.zeros(2, 6)
-    for x, y in zip(noisy.split(12), clean.split(12)):
-        levels, h = model(x, h.detach())
-        loss = nn.functional.mse_loss(levels, y)
-        optimizer.zero_grad  # noqa: B018  # <- TT302
-        loss.backward()
-        optimizer.step()  # <- TT302
-
-
-class CharRNN(nn.Module):
-    def __init__(self, vocab):
-        super().__init__()
-        self.embed, self.gru, self.fc = nn.Embedding(vocab, 8), nn.GRU(8, 16), nn.Linear(16, vocab)
-
-    def forward(self, ids, h):
-        y, h = self.gru(self.embed(ids), h)
-        return self.fc(y), h
-
-
-def random_lengths_accumulated():
-    """Chunk lengths are drawn at random, and four of their mean losses make one step without
-    regard to the lengths.
-    """
-    random.seed(44)
-    torch.manual_seed(44)
-    stream = torch.randint(3, (260, 2)).cumsum(0) % 10
-    model = CharRNN(10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    accumulate, position, count, h = 4, 0, 0, torch.zeros(1, 2, 16)
-    while position < 210 or count % accumulate:
-        length = random.choice([4, 7, 12, 20])
-        logits, h = model(stream[position : position + length], h)
-        h = h.detach()
-        target = stream[position + 1 : position + length + 1]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-        (loss / accumulate).backward()  # <- TT301
-        position, count = position + length, count + 1
-        if count % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    print(position, count, loss.item())
-
-
-class Learner:
-    chunk = 12
-
-    def __init__(self):
-        self.cell, self.head = nn.GRUCell(2, 8), nn.Linear(8, 2)
-        self.optimizer = torch.optim.Adam(
-            [*self.cell.parameters(), *self.head.parameters()], lr=1e-3
-        )
-
-    def loss_of(self, signal, label, h):
-        losses = []
-        for x_t, y_t in zip(signal, label):
-            h = self.cell(x_t, h)
-            losses.append(nn.functional.cross_entropy(self.head(h), y_t))
-        return torch.stack(losses).mean(), h
-
-    def learn(self, signal, label):
-        h, total = torch.zeros(1, 8), 0.0
-        for x, y in zip(signal.split(self.chunk), label.split(self.chunk)):
-            loss, h = self.loss_of(x, y, h.detach())
-            loss.backward()  # <- TT301
-            total += loss.item()
-        nn.utils.clip_grad_norm_(self.cell.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
-
-
-def recordings_with_short_tails():
-    """One step per recording: the plain mean of every chunk is sent backward, also that of a tail
-    of 3 steps.
-    """
-    torch.manual_seed(69)
-    learner = Learner()
-    for steps in (51, 39, 63):
-        signal = torch.randn(steps, 1, 2).cumsum(0) / 6
-        print(steps, learner.learn(signal, (signal.sum(-1) > 0).long()))
-
-
 def rows_of_results():
     """One dict a chunk is appended to a report, with the loss and its graph."""
     torch.manual_seed(0)
@@ -537,84 +391,6 @@ def saved_log_probs_never_emptied():
         finish_episode(policy, optimizer)
 
 
-class Monitor:
-    def __init__(self):
-        self.history = {"loss": [], "logits": []}
-
-    def log(self, **values):
-        for key, value in values.items():
-            self.history[key].append(value)
-
-
-def scores_of_every_chunk_in_a_dict():
-    """The results of each chunk go into a history, the loss and the last logits as they are, with
-    their graphs.
-    """
-    torch.manual_seed(1214)
-    lstm, head = nn.LSTM(4, 8), nn.Linear(8, 3)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    monitor = Monitor()
-    signal = torch.randn(150, 2, 4).cumsum(0) / 10
-    label = signal[..., :3].argmax(-1)
-    state = None
-    for x, y in zip(signal.split(15), label.split(15)):
-        out, state = lstm(x, state)
-        state = tuple(s.detach() for s in state)
-        logits = head(out)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())  # <- TT104
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log(loss=loss, logits=logits[-1])  # <- TT104
-    print(torch.stack(monitor.history["loss"]).mean().item())
-
-
-def smoothed_loss():
-    """The loss for the display is smoothed as a tensor, so that each value hangs on all the graphs
-    before.
-    """
-    torch.manual_seed(1028)
-    cell, out = nn.LSTMCell(2, 8), nn.Linear(8, 1)
-    optimizer = torch.optim.Adam([*cell.parameters(), *out.parameters()], lr=1e-3)
-    inputs = torch.randn(150, 3, 2).cumsum(0) / 10
-    targets = (inputs[..., :1] * inputs[..., 1:]).tanh()
-    h, c = torch.zeros(3, 8), torch.zeros(3, 8)
-    smooth = None
-    for chunk in range(10):
-        h, c = h.detach(), c.detach()
-        errors = []
-        for t in range(15 * chunk, 15 * chunk + 15):
-            h, c = cell(inputs[t], (h, c))
-            errors.append((out(h) - targets[t]).square().mean())
-        loss = torch.stack(errors).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        smooth = loss if smooth is None else 0.9 * smooth + 0.1 * loss  # <- TT104
-        print(f"{chunk} {smooth:.4f}")
-
-
-def tail_counts_as_much():
-    """Means over chunks of 16, 16, 16 and 2 steps are gathered into one step as if each chunk
-    counted the same.
-    """
-    torch.manual_seed(43)
-    lstm, head = nn.LSTM(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    for epoch in range(3):
-        walk = torch.randn(51, 3, 2).cumsum(0) / 7
-        chunks = list(zip(walk[:-1].split(16), walk[1:].split(16)))
-        state = (torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
-        optimizer.zero_grad()
-        for x, y in chunks:
-            out, state = lstm(x, state)
-            state = tuple(s.detach() for s in state)
-            loss = nn.functional.mse_loss(head(out), y) / len(chunks)
-            loss.backward()  # <- TT301
-        optimizer.step()
-        print(epoch, loss.item())
-
-
 def total_loss_backward_at_every_chunk():
     """The loss is summed over the chunks and the sum so far is sent backward at every chunk."""
     # raises: second time
@@ -655,19 +431,3 @@ def zero_grad_before_step():
 class Transition:
     def __init__(self, x, loss):
         self.x, self.loss = x, loss
-
-
-def losses_in_objects():
-    """Each object of the memory keeps a loss with its graph."""
-    torch.manual_seed(143)
-    gru, head = nn.GRU(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*gru.parameters(), *head.parameters()])
-    x = torch.randn(160, 3, 2).cumsum(0) / 10
-    memory, h = [], torch.zeros(1, 3, 8)
-    for chunk in x.split(10):
-        y, h = gru(chunk, h.detach())
-        loss = nn.functional.mse_loss(head(y), chunk)  # <- TT104
-        memory.append(Transition(chunk, loss))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()

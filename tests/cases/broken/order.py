@@ -2,11 +2,9 @@
 
 import random
 
-import lightning as L
 import torch
-from ignite.engine import Engine
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -163,37 +161,6 @@ def first_rows_instead_of_live_rows():
         print(start, alive, loss.item())
 
 
-class Step:
-    def __init__(self):
-        self.rnn, self.fc = nn.RNN(1, 10, batch_first=True), nn.Linear(10, 1)
-        self.optimizer = torch.optim.RMSprop(
-            [*self.rnn.parameters(), *self.fc.parameters()], lr=1e-3
-        )
-        self.h = torch.zeros(1, 1, 10)
-
-    def __call__(self, engine, batch):
-        x, y = batch
-        out, h = self.rnn(x, self.h)
-        self.h = h.detach()
-        loss = nn.functional.mse_loss(self.fc(out), y)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
-
-
-def ignite_random_sampler():
-    """Ignite: a RandomSampler draws the windows, and the update function carries self.h from one
-    to the next.
-    """
-    torch.manual_seed(66)
-    wave = torch.sin(torch.arange(161) * 0.11).unsqueeze(-1)
-    windows = TensorDataset(wave[:-1].view(16, 10, 1), wave[1:].view(16, 10, 1))
-    loader = DataLoader(windows, batch_size=1, sampler=RandomSampler(windows))  # <- TT207
-    trainer = Engine(Step())
-    print(trainer.run(loader, max_epochs=1).output)  # <- TT207
-
-
 def lanes_fewer_than_states():
     """Two of the five recordings end earlier: their lanes are left out of the inputs, but the
     state keeps all five.
@@ -246,49 +213,6 @@ def lanes_in_a_new_order_each_chunk():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-class Windows3(L.LightningDataModule):
-    def setup(self, stage):
-        series = torch.randn(161, 2).cumsum(0) / 12
-        self.train = TensorDataset(series[:-1].view(16, 10, 2), series[1:].view(16, 10, 2))
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=1, shuffle=True)  # <- TT207
-
-
-class Model2(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, 8, batch_first=True)
-        self.proj = nn.Linear(8, 2)
-        self.state = None
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        if self.state is not None:
-            self.state = tuple(s.detach() for s in self.state)
-        z, self.state = self.lstm(x, self.state)
-        return nn.functional.mse_loss(self.proj(z), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def lightning_shuffled_windows():
-    """Lightning: windows of one series with shuffle=True, and a state carried from one
-    training_step to the next.
-    """
-    L.seed_everything(59, verbose=False)
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Model2(), datamodule=Windows3())  # <- TT207
 
 
 def windows_of(series, width):
@@ -351,71 +275,6 @@ def passes_of_converted_counts():
             optimizer.step()
 
 
-DATA = "a long time ago in a small village there lived a cat who could count up to seven"
-
-
-def pointer_back_to_zero():
-    """A pointer walks through the text and goes back to zero at its end, but the state of the end
-    stays: it begins the text anew.
-    """
-    torch.manual_seed(1018)
-    chars = sorted(set(DATA))
-    ids = torch.tensor([chars.index(c) for c in DATA])
-    x2h, h2h, h2y = nn.Embedding(len(chars), 14), nn.Linear(14, 14), nn.Linear(14, len(chars))
-    optimizer = torch.optim.Adagrad(
-        [*x2h.parameters(), *h2h.parameters(), *h2y.parameters()], lr=0.05
-    )
-    n, p, seq_length = 0, 0, 10
-    hprev = torch.zeros(14)
-    while n < 25:
-        if p + seq_length + 1 > len(ids):
-            p = 0  # <- TT208
-        inputs, targets = ids[p : p + seq_length], ids[p + 1 : p + seq_length + 1]
-        h, loss = hprev, 0.0
-        for i in range(seq_length):
-            h = torch.tanh(x2h(inputs[i]) + h2h(h))  # <- TT208
-            loss = loss + nn.functional.cross_entropy(h2y(h), targets[i])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        hprev = h.detach()  # <- TT208
-        p += seq_length
-        n += 1
-
-
-TEXT = "in the beginning there was a loop and the loop had no end and the end had no loop " * 6
-CHARS = sorted(set(TEXT))
-
-
-def excerpt(ids, length):
-    start = random.randrange(len(ids) - length - 1)  # <- TT207
-    return ids[start : start + length], ids[start + 1 : start + length + 1]
-
-
-def random_excerpts():
-    """Every update reads an excerpt from a random place of the text, and goes on with the state of
-    the excerpt before.
-    """
-    torch.manual_seed(1017)
-    random.seed(1017)
-    ids = torch.tensor([CHARS.index(c) for c in TEXT])
-    encoder, rnn = nn.Embedding(len(CHARS), 10), nn.GRU(10, 10)
-    decoder = nn.Linear(10, len(CHARS))
-    optimizer = torch.optim.Adam(
-        [*encoder.parameters(), *rnn.parameters(), *decoder.parameters()], lr=5e-3
-    )
-    hidden = torch.zeros(1, 10)
-    for iteration in range(12):
-        source, target = excerpt(ids, 20)  # <- TT207
-        output, hidden = rnn(encoder(source), hidden)  # <- TT207
-        hidden = hidden.detach()
-        loss = nn.functional.cross_entropy(decoder(output), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(iteration, loss.item())
-
-
 def replay_with_the_last_state():
     """Sequences are drawn at random from a replay memory, and each batch of them begins with the
     state in which the last drawn batch ended.
@@ -438,47 +297,6 @@ def replay_with_the_last_state():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-class Sentiment(nn.Module):
-    def __init__(self, vocab, dim):
-        super().__init__()
-        self.dim = dim
-        self.embedding = nn.Embedding(vocab, dim)
-        self.lstm = nn.LSTM(dim, dim, num_layers=2, dropout=0.3, batch_first=True)
-        self.fc = nn.Linear(dim, 1)
-
-    def forward(self, x, hidden):
-        out, hidden = self.lstm(self.embedding(x), hidden)  # <- TT207
-        return self.fc(out[:, -1]).squeeze(-1), hidden
-
-    def init_hidden(self, batch_size):
-        return torch.zeros(2, batch_size, self.dim), torch.zeros(2, batch_size, self.dim)
-
-
-def reviews_share_a_state():
-    """Reviews have nothing to do with each other, and come shuffled: still the state of one batch
-    of reviews, detached, is where the next batch begins.
-    """
-    torch.manual_seed(1016)
-    reviews, labels = torch.randint(50, (48, 14)), torch.randint(2, (48,)).float()
-    train = DataLoader(  # <- TT207
-        TensorDataset(reviews, labels), batch_size=8, shuffle=True, drop_last=True
-    )
-    net = Sentiment(50, 8)
-    criterion, optimizer = nn.BCEWithLogitsLoss(), torch.optim.Adam(net.parameters(), lr=1e-3)
-    net.train()
-    for epoch in range(2):
-        h = net.init_hidden(8)
-        for inputs, target in train:  # <- TT207
-            h = tuple(each.data for each in h)
-            net.zero_grad()
-            output, h = net(inputs, h)  # <- TT207
-            loss = criterion(output, target)
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 5)
-            optimizer.step()
-        print(epoch, loss.item())
 
 
 class Net2(nn.Module):
@@ -543,41 +361,6 @@ def sorted_inputs_unsorted_state():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-class CellNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.RNNCell(3, 7)
-        self.head = nn.Linear(7, 1)
-
-    def forward(self, x, h):
-        out = []
-        for frame in x:
-            h = self.cell(frame, h)  # <- TT206
-            out.append(self.head(h))
-        return torch.stack(out), h
-
-
-def state_rows_drawn_anew():
-    """Lanes are shuffled for every chunk: the inputs with one permutation, the state
-    with another.
-    """
-    torch.manual_seed(38)
-    x = torch.randn(100, 6, 3).cumsum(0) / 6
-    y = x.amax(-1, keepdim=True)
-    net = CellNet()
-    opt = torch.optim.SGD(net.parameters(), lr=0.05)
-    lanes = torch.arange(6)
-    h = torch.zeros(6, 7)
-    for xs, ys in zip(x.split(10), y.split(10)):
-        lanes = lanes[torch.randperm(6)]
-        h = h[torch.randperm(6)].detach()
-        prediction, h = net(xs[:, lanes], h)  # <- TT206
-        loss = nn.functional.mse_loss(prediction, ys[:, lanes])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
 
 
 class Tracker(nn.Module):

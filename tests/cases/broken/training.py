@@ -171,20 +171,3 @@ def evaluation_goes_on():
             loss.backward()
             optimizer.step()
         print(evaluate(model, text[60:], zeros()))
-
-
-LONG = torch.randn(305, 2, 3, generator=torch.Generator().manual_seed(142)).cumsum(0) / 8
-
-
-def short_end_after_many_chunks():
-    """One step for a recording of 31 chunks: the mean over its short end weighs as much."""
-    torch.manual_seed(142)
-    gru, head = nn.GRU(3, 6), nn.Linear(6, 3)
-    optimizer = torch.optim.Adam([*gru.parameters(), *head.parameters()])
-    for _ in range(2):
-        optimizer.zero_grad()
-        h = torch.zeros(1, 2, 6)
-        for x in LONG.split(10):
-            y, h = gru(x, h.detach())
-            (F.mse_loss(head(y), x) / 31).backward()  # <- TT301
-        optimizer.step()

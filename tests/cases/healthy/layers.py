@@ -6,79 +6,8 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import throughtime as tt
-
-
-def accumulation_by_steps():
-    """Chunks of unequal length make one step per recording. Sums are accumulated and divided by
-    the number of all steps.
-    """
-    torch.manual_seed(110)
-    lstm, fc = nn.LSTM(2, 8), nn.Linear(8, 1)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *fc.parameters()], lr=1e-3)
-    for recording in (torch.randn(50, 2, 2).cumsum(0) / 7, torch.randn(37, 2, 2).cumsum(0) / 7):
-        target = recording.sum(-1, keepdim=True)
-        state = (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(recording.split(16), target.split(16)):
-            out, state = lstm(x, state)
-            state = tuple(s.detach() for s in state)
-            loss = (fc(out) - y).pow(2).sum() / target.numel()
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        print(total)
-
-
-def accumulation_of_equal_chunks():
-    """Four chunks of the same length make one step, each loss divided by four."""
-    torch.manual_seed(109)
-    gru, fc = nn.GRU(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.SGD([*gru.parameters(), *fc.parameters()], lr=0.05)
-    walk = torch.randn(161, 2, 2).cumsum(0) / 12
-    accumulate, h = 4, torch.zeros(1, 2, 8)
-    for i, (x, y) in enumerate(zip(walk[:-1].split(10), walk[1:].split(10)), 1):
-        out, h = gru(x, h)
-        h = h.detach()
-        loss = nn.functional.mse_loss(fc(out), y)
-        (loss / accumulate).backward()
-        if i % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            print(i, loss.item())
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.fc = nn.LSTM(3, 8), nn.Linear(8, 1)
-
-    def forward(self, x, state=None):
-        y, state = self.lstm(x, state)
-        return self.fc(y), state
-
-
-def autocast():
-    """Mixed precision: forward and loss under autocast in bfloat16, backward outside, the carried
-    state detached.
-    """
-    torch.manual_seed(120)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    x = torch.randn(100, 2, 3).cumsum(0) / 10
-    y = x.mean(-1, keepdim=True)
-    state = None
-    for a, b in zip(x.split(10), y.split(10)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            prediction, state = net(a, state)
-            loss = nn.functional.mse_loss(prediction.float(), b)
-        state = tuple(s.detach().float() for s in state)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 class Net2(nn.Module):
@@ -246,29 +175,6 @@ def classifier_of_the_last_state():
         optimizer.step()
 
 
-def clipping_and_scheduler():
-    """Gradient clipping before and a scheduler after every step; the rest is a plain
-    carried loop.
-    """
-    torch.manual_seed(119)
-    model = nn.ModuleDict({"rnn": nn.RNN(2, 8, num_layers=2), "out": nn.Linear(8, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    scheduler = CosineAnnealingLR(optimizer, T_max=12)
-    walk = torch.randn(121, 3, 2).cumsum(0) / 10
-    hidden = torch.zeros(2, 3, 8)
-    for step in range(12):
-        piece = walk[10 * step : 10 * step + 11]
-        optimizer.zero_grad(set_to_none=True)
-        y, hidden = model["rnn"](piece[:-1], hidden)
-        loss = nn.functional.huber_loss(model["out"](y), piece[1:])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
-        optimizer.step()
-        scheduler.step()
-        hidden.detach_()
-        print(step, scheduler.get_last_lr()[0], loss.item())
-
-
 def early_exits():
     """Each layer has a head of its own, and their losses go backward one by one through the one
     graph that they share.
@@ -310,70 +216,6 @@ def encoder_behind_a_leaf():
         optimizer.step()
 
 
-class Simulation:
-    def __init__(self, lanes):
-        self.x = torch.zeros(lanes, 2)
-
-    def run(self, steps):
-        frames = []
-        for _ in range(steps):
-            self.x = 0.99 * self.x + 0.1 * torch.randn_like(self.x)
-            frames.append(self.x)
-        return torch.stack(frames)
-
-
-def endless_simulation():
-    """What is called an epoch is only a report: the simulated series never starts again, so its
-    state is never reset.
-    """
-    torch.manual_seed(2102)
-    simulation = Simulation(4)
-    lstm, head = nn.LSTM(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    state, last = None, simulation.run(1)
-    for epoch in range(3):
-        total = 0.0
-        for _ in range(5):
-            frames = torch.cat([last, simulation.run(16)])
-            last = frames[-1:]
-            out, state = lstm(frames[:-1], state)
-            state = tuple(s.detach() for s in state)
-            loss = nn.functional.mse_loss(head(out), frames[1:])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        print(epoch, total / 5)
-
-
-class Net3(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(3, 8, batch_first=True)
-        self.fc = nn.Linear(8, 1)
-
-    def forward(self, x, state=None):
-        y, state = self.lstm(x, state)
-        return self.fc(y), state
-
-
-@torch.no_grad()
-def evaluate(net, x, y, chunk):
-    net.eval()
-    state, squared = None, 0.0
-    for a, b in zip(x.split(chunk, 1), y.split(chunk, 1)):
-        prediction, state = net(a, state)
-        squared += (prediction - b).pow(2).sum().item()
-    return squared / y.numel()
-
-
-def evaluation_without_a_graph():
-    """Evaluation of a long recording in chunks: the state is carried, under no_grad."""
-    torch.manual_seed(111)
-    x = torch.randn(2, 200, 3).cumsum(1) / 10
-    print(evaluate(Net3(), x, x.sum(-1, keepdim=True), chunk=10))
-
-
 def every_fourth_sample():
     """The signal is read at a quarter of its rate: each chunk is a strided slice, and the next
     begins where it ends.
@@ -392,34 +234,6 @@ def every_fourth_sample():
         loss.backward()
         optimizer.step()
         print(i, loss.item())
-
-
-def smooth(y, alpha, beta):
-    level, trend, errors = y[0], y[1] - y[0], []
-    for value in y[2:]:
-        forecast = level + trend
-        errors.append((value - forecast) ** 2)
-        new = alpha * value + (1 - alpha) * forecast
-        trend = beta * (new - level) + (1 - beta) * trend
-        level = new
-    return torch.stack(errors).mean()
-
-
-def exponential_smoothing():
-    """Holt's method with learnt factors: level and trend are plain numbers, run over the whole
-    series from the same start in every iteration.
-    """
-    torch.manual_seed(2119)
-    sales = torch.randn(90).cumsum(0) + 0.5 * torch.arange(90)
-    raw = torch.zeros(2, requires_grad=True)
-    optimizer = torch.optim.Adam([raw], lr=0.1)
-    for iteration in range(12):
-        alpha, beta = torch.sigmoid(raw)
-        loss = smooth(sales, alpha, beta)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(iteration, loss.item(), alpha.item(), beta.item())
 
 
 class Hindcast(nn.Module):
@@ -475,35 +289,6 @@ def frozen_core():
         print(loss.item())
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.low, self.high, self.fc = nn.GRU(2, 6), nn.GRU(6, 6), nn.Linear(6, 2)
-        for p in self.low.parameters():
-            p.requires_grad = False
-
-    def forward(self, x, states):
-        y, low = self.low(x, states["low"])
-        y, high = self.high(y, states["high"])
-        return self.fc(y), {"low": low, "high": high}
-
-
-def frozen_first_layer():
-    """The first of two layers is frozen; both states are carried and detached."""
-    torch.manual_seed(124)
-    model = Two()
-    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
-    walk = torch.randn(101, 2, 2).cumsum(0) / 10
-    states = {"low": torch.zeros(1, 2, 6), "high": torch.zeros(1, 2, 6)}
-    for i in range(0, 100, 10):
-        y, states = model(walk[i : i + 10], states)
-        loss = nn.functional.mse_loss(y, walk[i + 1 : i + 11])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        states = {name: h.detach() for name, h in states.items()}
-
-
 def project(a, b):
     dot = (a * b).sum()
     return a - dot / b.pow(2).sum() * b if dot < 0 else a
@@ -552,24 +337,6 @@ def gradients_of_each_loss_logged():
         for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
             optimizer.zero_grad()
             (a * z[:, 0].square().mean() + b * z[:, 1].abs().mean()).backward(retain_graph=True)
-        optimizer.step()
-
-
-def greedy_layerwise():
-    """Every layer learns from its own loss and detaches what it is given: layers in a row, not
-    steps in time.
-    """
-    torch.manual_seed(205)
-    layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
-    heads = nn.ModuleList([nn.Linear(8, 2) for _ in range(5)])
-    optimizer = torch.optim.SGD([*layers.parameters(), *heads.parameters()], lr=0.01)
-    for _ in range(6):
-        x, label, loss = torch.randn(16, 8), torch.randint(2, (16,)), 0
-        optimizer.zero_grad()
-        for layer, head in zip(layers, heads, strict=True):
-            x = torch.relu(layer(x.detach()))
-            loss = loss + nn.functional.cross_entropy(head(x), label)
-        loss.backward()
         optimizer.step()
 
 
@@ -636,32 +403,6 @@ def lanes_that_end():
         optimizer.step()
 
 
-def lbfgs():
-    """LBFGS calls its closure several times for a chunk. Each call starts from the same detached
-    state.
-    """
-    torch.manual_seed(121)
-    gru, head = nn.GRU(1, 6), nn.Linear(6, 1)
-    optimizer = torch.optim.LBFGS([*gru.parameters(), *head.parameters()], lr=0.1, max_iter=3)
-    t = torch.arange(81) * 0.2
-    wave = torch.stack([t.sin(), t.cos()], 1).unsqueeze(-1)
-    state = torch.zeros(1, 2, 6)
-    for i in range(0, 80, 10):
-        x, y = wave[i : i + 10], wave[i + 1 : i + 11]
-
-        def closure():
-            optimizer.zero_grad()
-            out, _ = gru(x, state)
-            loss = nn.functional.mse_loss(head(out), y)
-            loss.backward()
-            return loss
-
-        loss = optimizer.step(closure)
-        with torch.no_grad():
-            _, state = gru(x, state)
-        print(i, loss.item())
-
-
 def live_lanes_selected():
     """When recordings end, inputs and state are selected by the same indices."""
     torch.manual_seed(126)
@@ -706,81 +447,6 @@ def longest_first():
 
 def detach(state):
     return tuple(s.detach() for s in state)
-
-
-def lstm_by_hand():
-    """Truncated backpropagation by hand with nn.LSTM: both parts of the state detached between
-    chunks, fresh at every epoch.
-    """
-    torch.manual_seed(104)
-    lstm, head = nn.LSTM(1, 10, num_layers=2), nn.Linear(10, 1)
-    parameters = [*lstm.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    t = torch.arange(121) * 0.2
-    wave = torch.stack([t.sin(), t.cos(), (t / 2).sin()], 1).unsqueeze(-1)
-    for epoch in range(2):
-        state = (torch.zeros(2, 3, 10), torch.zeros(2, 3, 10))
-        for x, y in zip(wave[:-1].split(12), wave[1:].split(12)):
-            out, state = lstm(x, detach(state))
-            loss = nn.functional.mse_loss(head(out), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        print(epoch, loss.item())
-
-
-def means_weighted_by_length():
-    """One step for each recording; the mean of every chunk counts by its share of the steps, also
-    that of the short tail.
-    """
-    torch.manual_seed(2107)
-    cell, head = nn.RNN(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()], lr=2e-3)
-    for length in (53, 47, 65):
-        walk = torch.randn(length + 1, 2, 2).cumsum(0) / 6
-        h = None
-        optimizer.zero_grad()
-        for x, y in zip(walk[:-1].split(15), walk[1:].split(15)):
-            out, h = cell(x, h)
-            h = h.detach()
-            loss = nn.functional.mse_loss(head(out), y) * len(x) / length
-            loss.backward()
-        optimizer.step()
-
-
-def micro_batches_of_lanes():
-    """A batch of eight lanes is too large: two lanes at a time, each pair with its own carried
-    state, and one step for the four parts of a chunk.
-    """
-    torch.manual_seed(2017)
-    rnn, head = nn.LSTM(3, 8, num_layers=2), nn.Linear(8, 3)
-    optimizer = torch.optim.AdamW([*rnn.parameters(), *head.parameters()], lr=1e-3)
-    stream = torch.randn(101, 8, 3).cumsum(0) / 9
-    parts = stream.split(2, dim=1)
-    states = [None] * len(parts)
-    for t in range(0, 100, 20):
-        optimizer.zero_grad()
-        for i, part in enumerate(parts):
-            out, state = rnn(part[t : t + 20], states[i])
-            states[i] = [s.detach() for s in state]
-            loss = nn.functional.mse_loss(head(out), part[t + 1 : t + 21])
-            (loss / len(parts)).backward()
-        optimizer.step()
-
-
-def multitask_means():
-    """Three tasks of different sizes count the same in each step, on purpose; no state
-    joins them.
-    """
-    torch.manual_seed(206)
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tasks = [torch.randn(n, 4) for n in (16, 48, 30)]
-    for _ in range(5):
-        optimizer.zero_grad()
-        for task in tasks:
-            nn.functional.mse_loss(net(task), task[:, :1]).backward()
-        optimizer.step()
 
 
 class Net4(nn.Module):
@@ -849,26 +515,6 @@ def overlapping_chunks():
         h = states[9:10].detach()
 
 
-def pixels_in_a_fixed_order():
-    """The pixels of every image are read in one order drawn at the start, images side
-    by side.
-    """
-    torch.manual_seed(68)
-    images = torch.rand(60, 5, 5)
-    labels = (images.mean((1, 2)) > 0.5).long()
-    order = torch.randperm(25)
-    pixels = images.flatten(1)[:, order].t().unsqueeze(2)
-    lstm, head = nn.LSTM(1, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    for _ in range(2):
-        for begin in range(0, 60, 10):
-            _, (h, _) = lstm(pixels[:, begin : begin + 10])
-            loss = nn.functional.cross_entropy(head(h[0]), labels[begin : begin + 10])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
 def ragged_utterances():
     """Utterances of many lengths lie one after another in one tensor. Each is a thing of its own
     and begins from zero.
@@ -882,77 +528,6 @@ def ragged_utterances():
         optimizer.zero_grad()
         nn.functional.cross_entropy(head(y[-1]), torch.tensor([1])).backward()
         optimizer.step()
-
-
-class Generator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 1)
-
-    def forward(self, noise):
-        return self.out(self.rnn(noise)[0])
-
-
-class Critic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.out(self.rnn(x)[0][:, -1])
-
-
-def recurrent_gan():
-    """A GAN over short sequences: two optimizers, fresh noise for every batch, no
-    state carried.
-    """
-    torch.manual_seed(101)
-    G, D = Generator(), Critic()
-    g_opt = torch.optim.Adam(G.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    d_opt = torch.optim.Adam(D.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    bce = nn.BCEWithLogitsLoss()
-    for i in range(10):
-        phase = 6.28 * torch.rand(8, 1)
-        real = torch.sin(torch.arange(12) * 0.5 + phase).unsqueeze(-1)
-        fake = G(torch.randn(8, 12, 3))
-        d_opt.zero_grad()
-        d_loss = bce(D(real), torch.ones(8, 1)) + bce(D(fake.detach()), torch.zeros(8, 1))
-        d_loss.backward()
-        d_opt.step()
-        g_opt.zero_grad()
-        g_loss = bce(D(fake), torch.ones(8, 1))
-        g_loss.backward()
-        g_opt.step()
-        print(i, d_loss.item(), g_loss.item())
-
-
-class Trainer:
-    def __init__(self, core, head):
-        self.core, self.head = core, head
-        self.optimizer = torch.optim.Adam([*core.parameters(), *head.parameters()], lr=2e-3)
-
-    def play(self, recording, chunk):
-        state = (torch.zeros(1, 1, self.core.hidden_size), torch.zeros(1, 1, self.core.hidden_size))
-        for x, y in zip(recording[:-1].split(chunk), recording[1:].split(chunk)):
-            out, state = self.core(x, state)
-            state = (state[0].detach(), state[1].detach())
-            loss = nn.functional.mse_loss(self.head(out), y)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-        return loss.item()
-
-
-def reset_at_recording_ends():
-    """Recordings of several lengths are played one after another, each from a state of zeros."""
-    torch.manual_seed(107)
-    recordings = {
-        name: torch.randn(n + 1, 1, 2).cumsum(0) / 8 + n / 20
-        for name, n in (("a", 60), ("b", 40), ("c", 80))
-    }
-    trainer = Trainer(nn.LSTM(2, 8), nn.Linear(8, 2))
-    for name, recording in recordings.items():
-        print(name, trainer.play(recording, chunk=10))
 
 
 def rows_that_go_on():
@@ -1017,42 +592,6 @@ def sharpness_aware():
                 p.sub_(move)
         base.step()
         start = end.detach()
-
-
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(3, 8, batch_first=True)
-        self.head = nn.Linear(8, 2)
-        self.h = None
-
-    def reset(self):
-        self.h = None
-
-    def forward(self, x):
-        if self.h is not None:
-            self.h = self.h.detach()
-        out, self.h = self.rnn(x, self.h)
-        return self.head(out)
-
-
-def state_in_the_module():
-    """The state lives in self.h and is detached there, by assignment, when the next
-    chunk begins.
-    """
-    torch.manual_seed(106)
-    signal = torch.randn(4, 96, 3).cumsum(1) / 10
-    labels = (signal.sum(-1) > 0).long()
-    model = Tagger()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        model.reset()
-        for x, y in zip(signal.split(12, 1), labels.split(12, 1)):
-            optimizer.zero_grad(set_to_none=False)
-            loss = nn.functional.cross_entropy(model(x).reshape(-1, 2), y.reshape(-1))
-            loss.backward()
-            optimizer.step()
-        print(loss.item())
 
 
 class Model(nn.Module):

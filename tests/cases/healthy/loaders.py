@@ -7,54 +7,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
-class Activity(Dataset):
-    def __init__(self, recordings, labels, width):
-        self.items = [
-            (signal[i : i + width], label)
-            for signal, label in zip(recordings, labels)
-            for i in range(0, len(signal) - width + 1, width)
-        ]
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, i):
-        return self.items[i]
-
-
-class Net(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.lstm = nn.LSTM(3, 10, batch_first=True)
-        self.classify = nn.Linear(10, classes)
-
-    def forward(self, x):
-        _, (h, _) = self.lstm(x)
-        return self.classify(h[-1])
-
-
-def activity_windows():
-    """Windows cut side by side from recordings of a wrist sensor, each with a label of its own:
-    independent samples for a classifier, in the order of the files.
-    """
-    torch.manual_seed(2006)
-    recordings = [torch.randn(n, 3).cumsum(0) / 6 for n in (130, 100, 160, 90)]
-    data = Activity(recordings, [0, 1, 2, 1], 16)
-    loader = DataLoader(data, batch_size=8, shuffle=False)
-    net = Net(3)
-    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
-    for epoch in range(2):
-        right = 0
-        for x, y in loader:
-            optimizer.zero_grad()
-            logits = net(x)
-            loss = nn.functional.cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            right += (logits.argmax(-1) == y).sum().item()
-        print(epoch, right / len(data))
-
-
 class Stretch(Dataset):
     def __init__(self, series, begin, length):
         self.series, self.begin, self.length = series, begin, length
@@ -225,86 +177,6 @@ def sampler_that_keeps_lanes():
             optimizer.step()
 
 
-class Samples(Dataset):
-    def __init__(self, count):
-        generator = torch.Generator().manual_seed(112)
-        self.label = torch.arange(count) % 2
-        phase = 6.28 * torch.rand(count, 1, generator=generator)
-        speed = torch.where(self.label == 0, 0.3, 0.8).unsqueeze(1)
-        self.x = torch.sin(torch.arange(14) * speed + phase).unsqueeze(-1)
-
-    def __len__(self):
-        return len(self.label)
-
-    def __getitem__(self, i):
-        return self.x[i], self.label[i]
-
-
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru = nn.GRU(1, 10, batch_first=True)
-        self.fc = nn.Linear(10, 2)
-
-    def forward(self, x):
-        h0 = torch.zeros(1, x.size(0), 10)
-        _, h = self.gru(x, h0)
-        return self.fc(h[-1])
-
-
-def sequence_classifier():
-    """A classifier of independent samples: zeros are the right start for each, and only the last
-    step has a loss.
-    """
-    torch.manual_seed(112)
-    model = Classifier()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for epoch in range(3):
-        model.train()
-        for x, label in DataLoader(Samples(32), batch_size=8, shuffle=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), label).backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            right = sum(
-                (model(x).argmax(-1) == label).sum().item()
-                for x, label in DataLoader(Samples(16), batch_size=8)
-            )
-        print(epoch, right / 16)
-
-
-class Regressor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, 8, batch_first=True)
-        self.fc = nn.Linear(8, 2)
-
-    def forward(self, x):
-        out, _ = self.lstm(x)
-        return self.fc(out)
-
-
-def short_whole_sequences():
-    """Plain backpropagation through short whole sequences, shuffled. Each starts from nothing
-    because each is complete.
-    """
-    torch.manual_seed(103)
-    sequences = torch.randn(32, 16, 2).cumsum(1) / 4
-    loader = DataLoader(
-        TensorDataset(sequences[:, :-1], sequences[:, 1:]), batch_size=8, shuffle=True
-    )
-    model = Regressor()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for epoch in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-        print(epoch, loss.item())
-
-
 class Net2(nn.Module):
     def __init__(self):
         super().__init__()
@@ -337,41 +209,6 @@ def shuffled_recordings_in_chunks():
                 loss.backward()
                 optimizer.step()
         print(epoch, loss.item())
-
-
-class RNN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, 2, batch_first=True)
-        self.fc = nn.Linear(8, 3)
-
-    def init_hidden(self, n):
-        weight = next(self.parameters())
-        return weight.new_zeros(2, n, 8), weight.new_zeros(2, n, 8)
-
-    def forward(self, x, hidden):
-        out, hidden = self.lstm(x, hidden)
-        return self.fc(out[:, -1]), hidden
-
-
-def state_made_for_each_batch():
-    """Samples come shuffled and the last batch is smaller; each batch gets zeros for as many lanes
-    as it has.
-    """
-    torch.manual_seed(2106)
-    x = torch.randn(45, 12, 4).cumsum(1) / 4
-    loader = DataLoader(TensorDataset(x, torch.randint(3, (45,))), batch_size=10, shuffle=True)
-    net = RNN()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for _ in range(2):
-        for xb, yb in loader:
-            hidden = net.init_hidden(len(xb))
-            logits, hidden = net(xb, hidden)
-            hidden = tuple(h.detach() for h in hidden)
-            loss = nn.functional.cross_entropy(logits, yb)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
 
 
 class Recordings(IterableDataset):

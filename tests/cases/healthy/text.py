@@ -56,94 +56,6 @@ def a_state_for_each_user():
         place[name] = at + 12
 
 
-VERSE = "the woods are lovely dark and deep but i have promises to keep and miles to go before " * 4
-
-
-class RNNModel(nn.Module):
-    def __init__(self, vocab, n=14):
-        super().__init__()
-        self.encoder, self.rnn = nn.Embedding(vocab, n), nn.LSTM(n, n)
-        self.drop, self.decoder = nn.Dropout(0.3), nn.Linear(n, vocab)
-
-    def forward(self, x, state):
-        raw, state = self.rnn(self.encoder(x), state)
-        dropped = self.drop(raw)
-        return self.decoder(dropped), state, raw, dropped
-
-
-def activation_penalties():
-    """A language model with penalties on its outputs and on their change: two more terms in one
-    loss and one backward.
-    """
-    torch.manual_seed(2016)
-    chars = sorted(set(VERSE))
-    ids = torch.tensor([chars.index(c) for c in VERSE])
-    data = ids[: len(ids) // 4 * 4].view(4, -1).t().contiguous()
-    model = RNNModel(len(chars))
-    optimizer = torch.optim.ASGD(model.parameters(), lr=0.5, t0=0, lambd=0.0)
-    state, i = (torch.zeros(1, 4, 14), torch.zeros(1, 4, 14)), 0
-    while i < len(data) - 2:
-        length = int(torch.randint(6, 14, ()))
-        length = min(length, len(data) - 1 - i)
-        rate = optimizer.param_groups[0]["lr"]
-        optimizer.param_groups[0]["lr"] = rate * length / 10
-        state = tuple(s.detach() for s in state)
-        logits, state, raw, dropped = model(data[i : i + length], state)
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), data[i + 1 : i + 1 + length].flatten()
-        )
-        loss = loss + 2.0 * dropped.pow(2).mean()
-        if length > 1:
-            loss = loss + (raw[1:] - raw[:-1]).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = rate
-        i += length
-
-
-def buckets(sentences, batch):
-    by_length = {}
-    for sentence in sentences:
-        by_length.setdefault(len(sentence), []).append(sentence)
-    batches = [
-        group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)
-    ]
-    random.shuffle(batches)
-    return [torch.stack(group, 1) for group in batches]
-
-
-class Model(nn.Module):
-    def __init__(self, vocab=12):
-        super().__init__()
-        self.embed, self.rnn, self.out = (
-            nn.Embedding(vocab, 8),
-            nn.LSTM(8, 12),
-            nn.Linear(12, vocab),
-        )
-
-    def forward(self, words, state):
-        y, state = self.rnn(self.embed(words), state)
-        return self.out(y), state
-
-
-def bucketed_sentences():
-    """Independent sentences in buckets of one length, a new zero state for every batch."""
-    random.seed(118)
-    torch.manual_seed(118)
-    sentences = [torch.randint(12, (random.choice([6, 9, 13]),)) for _ in range(40)]
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for words in buckets(sentences, batch=4):
-        state = (torch.zeros(1, words.size(1), 12), torch.zeros(1, words.size(1), 12))
-        logits, state = model(words[:-1], state)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def chapters_of_one_book():
     """The chapters lie in a list, but each goes on where the one before ends: one book, one state,
     made once and carried over the chapter ends.
@@ -361,35 +273,6 @@ def state_by_keyword():
         state, h = tuple(part.detach() for part in state), h.detach()
 
 
-STORY = "an old man lived in the mountains with a dog and the dog lived there with an old man"
-
-
-def sums_divided_at_the_end():
-    """Sums of losses over chunks of any length; the gradients are divided once by the number of
-    tokens before the step.
-    """
-    torch.manual_seed(2108)
-    chars = sorted(set(STORY))
-    ids = torch.tensor([chars.index(c) for c in STORY])
-    table, lstm, out = nn.Embedding(len(chars), 8), nn.LSTM(8, 8), nn.Linear(8, len(chars))
-    model = nn.ModuleList([table, lstm, out])
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for epoch in range(4):
-        state, count, total = None, 0, 0.0
-        optimizer.zero_grad()
-        for x, y in zip(ids[:-1].split(20), ids[1:].split(20)):
-            hidden, state = lstm(table(x), state)
-            state = (state[0].detach(), state[1].detach())
-            loss = nn.functional.cross_entropy(out(hidden), y, reduction="sum")
-            loss.backward()
-            count += len(y)
-            total += loss.item()
-        for p in model.parameters():
-            p.grad /= count
-        optimizer.step()
-        print(epoch, total / count)
-
-
 class Seq2Seq(nn.Module):
     def __init__(self, vocab, n=10):
         super().__init__()
@@ -488,44 +371,6 @@ def transformer_memory():
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
-
-
-class CharModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, sparse=True)
-        self.cell = nn.LSTMCell(6, 10)
-        self.fc = nn.Linear(10, 9)
-
-    def forward(self, ids, state):
-        logits = []
-        for e in self.embed(ids).unbind(0):
-            state = self.cell(e, state)
-            logits.append(self.fc(state[0]))
-        return torch.stack(logits), state
-
-
-def two_optimizers():
-    """Sparse gradients for the embedding and dense ones for the rest: two optimizers, both cleared
-    and stepped at every chunk.
-    """
-    torch.manual_seed(122)
-    ids = torch.randint(3, (101, 2)).cumsum(0) % 9
-    model = CharModel()
-    optimizers = [
-        torch.optim.SparseAdam(model.embed.parameters(), lr=1e-3),
-        torch.optim.Adam([*model.cell.parameters(), *model.fc.parameters()], lr=1e-3),
-    ]
-    state = {"h": torch.zeros(2, 10), "c": torch.zeros(2, 10)}
-    for i in range(0, 100, 10):
-        logits, (h, c) = model(ids[i : i + 10], (state["h"], state["c"]))
-        state = {"h": h.detach(), "c": c.detach()}
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[i + 1 : i + 11].flatten())
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 TEXT2 = "peter piper picked a peck of pickled peppers " * 5

@@ -1,188 +1,277 @@
-"""The rules of backwards and steps: where gradients arrive, and which graphs grow.
+"""The rules of backwards and steps: where gradients arrive, which graphs grow, and what errors say.
 
-Codes TT102, TT104, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a loop
-and of its last event, and yields the faults that it finds; `AT` lists them by event. A rule that
-fails does not stop the loop: the doctor stores the exception as `internal_error`.
+Codes TT101 to TT105, TT211, TT302 and TT304 to TT307. Each rule is a function of the log of a loop
+and of its last event, and yields the faults that it finds; `AT` lists them by event. An error of a
+backward comes from a graph that an earlier backward has freed, or that an optimizer step has
+changed. Where it enters shows why:
+
+- a state, if an operation on the way from the old tensor to the loss has computed it (TT101,
+  TT102),
+- a loss or output that is kept, if the same forward pass has run again (TT104),
+- a graph that is sent back twice, if no forward pass has run in between (TT105).
 """
 
+import gc
+import math
 import re
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from throughtime.doctor._frames import (
-    INDICES,
-    SourceLine,
-    current_frame,
-    line_of,
-    variable_path,
+from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
+from throughtime.doctor._graph import (
+    CHANGED,
+    FREED,
+    LEAF,
+    StaleEdge,
+    changed_node,
+    is_leaf,
+    parameters_of_node,
+    reachable_nodes,
+    reaches_unusable,
+    sequence,
+    stale_edges,
+    version_of,
 )
-from throughtime.doctor._graph import FREED, MeanTerm, reaches_unusable
-from throughtime.doctor._log import (
-    Backward,
-    Clear,
-    Clip,
-    Close,
-    Fault,
-    Log,
-    WeightStep,
-)
-from throughtime.doctor.findings import CLEAR_ONCE, OWN_LOSS, detach_fix
+from throughtime.doctor._log import Backward, Close, Fault, Log, WeightStep
+from throughtime.doctor.findings import BACKWARD_FIRST, CLEAR_ONCE, OWN_LOSS, detach_fix
 
-REPEATS = 2  # steps that show a fault before it is reported
-MAX_STEPS = 8  # that are compared with the last one
+MIN_LOST = 3  # steps in a row that lose the gradients of as many backwards
 MAX_REACH = 6  # passes behind a retained backward before it is reported
-RESTARTS = 2  # the same at each recording
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
-MAX_HELD_DEPTH = 4  # attributes and indices between a variable and a result that it keeps
+MAX_SUM = 1000  # nodes between a sum and its last value
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
+# torch's errors of a layer and of a cell
+LANES_DIFFER = re.compile(
+    r"Expected hidden.* size \(\d+, (\d+), .*\), got \[\d+, (\d+),"
+    r"|Input batch size (\d+) doesn't match hidden.* batch size (\d+)"
+)
+VERSIONS = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
+MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 
 
-def unequal_means(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT301: losses of unequal chunks that one step sums, by their line and order in a pass."""
-    by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
-    order, backwards = 0, log.before(event, Backward)
-    for each in backwards:
-        order = order + 1 if each.again else 0
-        if each.mean:
-            by_line.setdefault((each.line, order), []).append(each.mean)
-    if log.crossed.isdisjoint(each.chunk for each in backwards[1:]):
-        return
-    for (line, _), terms in by_line.items():
-        counts = sorted({term.count for term in terms})
-        if len({(term.kind, round(term.weight, 9)) for term in terms}) == 1 < len(counts):
-            yield Fault("TT301", line, f"Means over {counts} elements have the same weight.")
+def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
+    """The faults that the events since the last step show, as letters: see `Log.before`.
 
-
-def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT302: gradients that were cleared before a step used them.
-
-    The step has none, or those of the last chunk only, as the steps before it.
+    TT302: gradients that were not cleared since the last step, or before a step used them: it has
+    none, or those of the last chunk only, as the steps before it. TT304: steps in a row that follow
+    a forward pass but no backward. TT306: every clip comes before any backward.
     """
-    past = log.before(event, Backward, Clear)
-    lost = [c for b, c in pairwise(past) if isinstance(b, Backward) and isinstance(c, Clear)]
-    backwards = {(each.line, each.used) for each in past if isinstance(each, Backward)}
-    if lost and not event.lost and backwards == {(past[-1].line, False)}:
-        event.lost = len(lost)
-    always = {each.lost for each in log.steps_of(event.optimizer, MAX_STEPS)} == {len(lost)}
-    if lost and (always or (event.lacks and isinstance(past[-1], Clear))):
+    past, before = log.before(step), step.before
+    letters = "".join(each.letter for each in past)
+    lines = {each.letter: each.line for each in past}  # the last ones
+    order = letters.replace("l", "")
+    if step.repeated and {*order} == {"b"}:
         yield Fault(
-            "TT302",
-            lost[-1].line,
-            "It clears the gradients before a step has used them.",
-            fix=CLEAR_ONCE * always,
-            after=REPEATS + always,
+            "TT302", step.line, "Nothing cleared the gradients since the last step.", after=2
         )
-
-
-def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT302: a step that uses the gradients of the last step again."""
-    past = log.before(event, Backward, Clear)
-    if event.repeated and {*map(type, past)} == {Backward}:
-        yield Fault(
-            "TT302",
-            event.line,
-            "Nothing cleared the gradients since the previous step, so this step uses them again.",
-            after=REPEATS,
-        )
-
-
-def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT304: steps in a row that follow a forward pass but no backward."""
-    steps = log.steps_of(event.optimizer, REPEATS + 1)
-    idle = all(
-        step.lacks and step.chunk == before.chunk and step.number != before.number
-        for step, before in pairwise(steps)
-    )
-    if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
-        yield Fault(
-            "TT304",
-            event.line,
-            "No backward has run since the step before, and no parameter has a gradient.",
-        )
-
-
-def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT306: every clip since the last step comes before any backward."""
-    past = log.before(event, Backward, Clip)
-    clips = [each for each in past if isinstance(each, Clip)]
-    if clips and clips != past and clips == past[: len(clips)]:
-        yield Fault("TT306", clips[-1].line, after=REPEATS)
-
-
-def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT305: parameters that no optimizer has. TT307: a step in the mode of the validation."""
-    for code, line in (("TT305", event.constructed), ("TT307", event.evaluating)):
+    sent = {(each.line, each.used) for each in past if isinstance(each, Backward)}
+    if order.endswith("b") and sent == {(lines["b"], False)} and not step.has_hooks:
+        step.lost = order.count("bc")
+    again = before is not None and step.lost == before.lost > 0
+    step.run = before.run + 1 if again and before else 1
+    if (step.lost and step.run >= MIN_LOST) or (step.lacks and re.fullmatch(".*b+c+", order)):
+        detail, fix = "It clears the gradients before a step has used them.", CLEAR_ONCE * again
+        yield Fault("TT302", lines["c"], detail, fix=fix, after=1 if again else 2)
+    is_idle = step.lacks and "b" not in order and before and step.number != before.number
+    step.idle = before.idle + 1 if is_idle and before else 0
+    if step.idle > 1 or (step.idle and step.chunk == 0):
+        detail = "No backward has run since the step before, and no parameter has a gradient."
+        yield Fault("TT304", step.line, detail)
+    if re.fullmatch("c*l+[^l]*b[^l]*", letters):
+        yield Fault("TT306", lines["l"], after=2)
+    for code, line in (("TT305", step.constructed), ("TT307", step.evaluating)):
         if line:
-            yield Fault(code, line, after=REPEATS)
+            yield Fault(code, line, after=2)
 
 
 def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
-    """TT102: backwards in one line that each reach further back."""
+    """TT102: backwards in one line that each reach further back, over steps in between."""
     ended = isinstance(event, Close)
-    events = log.backwards if ended else [event]
-    for line in dict.fromkeys(each.line for each in events if each.reach >= 0):
-        all_passes = [each for each in log.backwards if each.line == line]
-        passes = [each for each in all_passes if each.reach >= 0]
-        # a step shows that the last graph has ended, and whether a backward has freed it
-        far = [each for each in passes if each.reach >= MAX_REACH and each.steps < log.steps]
-        last = [*far, passes[-1]][0]
-        first = passes[passes.index(last) - last.reach]
-        # recordings whose third chunk reaches back to the first
-        restarts = last.reach == RESTARTS and first.chunk not in log.crossed
-        if first.steps == last.steps and (
-            log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
-            or not all(each.retain for each in all_passes)
-        ):
-            continue  # several losses of one forward pass, or of the steps of one chunk
-        grows = last.reach >= MIN_REACH and all(a.reach < b.reach for a, b in pairwise(passes))
-        if far or (grows if ended else restarts):
+    for line in {each.line: None for each in (log.backwards if ended else [event])}:
+        at_line = [each for each in log.backwards if each.line == line]
+        passes = [each for each in at_line if each.reach >= 0]
+        # a step shows that the last graph has ended
+        far = [e for e in passes if e.reach >= MAX_REACH and e.steps < log.steps]
+        if ended and passes and MIN_REACH <= passes[-1].reach == len(passes) - 1:
+            far.append(passes[-1])
+        if not far:
+            continue
+        last, first = far[0], passes[passes.index(far[0]) - far[0].reach]
+        crossed = not log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
+        # others are several losses of one forward pass, or of the steps of one chunk
+        if first.steps < last.steps or (crossed and all(each.retain for each in at_line)):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
+            fix, detail = detach_fix(paths, retained=True), f"It reaches {last.reach} passes back."
+            yield Fault("TT102", line, detail, "".join(paths[:1]), fix=fix)
+
+
+def summed(log: Log, event: Backward) -> Iterator[Fault]:
+    """TT104: a sum of losses with its graph over chunks."""
+    for instruction, by_chunk in log.results.items():
+        total = by_chunk[event.chunk]() if event.chunk in by_chunk else None
+        if total is None or total.numel() > 1 or not total.grad_fn:
+            continue
+        before, depth = log.sums.get(instruction, (LEAF, 0))
+        nodes = reachable_nodes(total.grad_fn, MAX_SUM, before - 1)
+        depth = depth + 1 if before in map(sequence, nodes) else 0
+        log.sums[instruction] = sequence(total.grad_fn), depth
+        if depth >= MIN_SUMMED:
+            fix = OWN_LOSS if instruction in log.roots else ""
             yield Fault(
-                "TT102",
-                line,
-                f"It reaches {last.reach} passes back.",
-                next(iter(paths), ""),
-                fix=detach_fix(paths, losses=1 + log.several),
-                after=1 + restarts,
+                "TT104", line_of(instruction), f"The sum goes through {depth} chunks.", fix=fix
             )
 
 
-def summed(log: Log, _: Backward) -> Iterator[Fault]:
-    """TT104: a sum of losses with its graph over chunks."""
-    for instruction, each in log.sums.items():
-        line = line_of(instruction)
-        if each.depth >= MIN_SUMMED:
-            fix = OWN_LOSS if instruction in log.roots else ""
-            yield Fault("TT104", line, f"The sum goes through {each.depth} chunks.", fix=fix)
-
-
 def kept(log: Log, _: Backward) -> Iterator[Fault]:
-    """TT104: results of several chunks that still exist, although their graphs were used."""
+    """TT104: results of several chunks that still exist, and not in a deque, which has an end."""
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
-        if len(tensors) != MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
-            continue
-        paths = (
-            variable_path(lambda v, t=t: v is t, current_frame(), MAX_HELD_DEPTH) for t in tensors
-        )
-        # rows of a container may be objects that hold them
-        holders = {re.sub(INDICES, "", path[: path.rfind("]") + 1]) for path in paths} - {""}
-        if len(holders) == 1:
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", holders.pop())
+        kept_by = [
+            {type(holder) for holder in gc.get_referrers(ref())}
+            for ref in alive.values()
+            if ref().grad_fn
+        ]
+        # not by a retained graph alone; the last one may be kept later
+        if len(kept_by) == MIN_KEPT and all(
+            kinds & {list, tuple, dict} and deque not in kinds for kinds in kept_by[:-1]
+        ):
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
     Backward: (retained, summed, kept),
-    WeightStep: (
-        unequal_means,
-        cleared_before_use,
-        never_cleared,
-        step_without_backward,
-        clipped_early,
-        untrained,
-    ),
+    WeightStep: (steps,),
     Close: (retained,),
 }
+
+
+def explain(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
+    """The fault behind an error of a backward from this node; `None` if unknown."""
+    if CHANGED in message:
+        return _changed(log, message, root, backward)
+    return _entered(log, root, backward, "") if FREED in message else None
+
+
+def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
+    """A tensor that was changed in place."""
+    parts, node = VERSIONS.search(message), changed_node(root, message)
+    if not parts or not node:
+        return None
+    number, now, expected = sequence(node), int(parts[2]), int(parts[3])
+    shape = sorted(map(int, re.findall(r"\d+", parts[1])))
+    same = (
+        p for p in parameters_of_node(node) if version_of(p) == now and sorted(p.shape) == shape
+    )
+    parameter = next(same, None)
+    at = [
+        line_of(instruction)
+        for version, of, instruction, last in log.in_place
+        if expected < version <= now and last >= number - 64 and math.prod(of) >= math.prod(shape)
+    ]
+    if parameter is not None:
+        steps = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
+        at = [step.line for step in steps if id(parameter) in step.parameters] or at
+    line, user = next(iter(at), None), log.instruction_of(number)
+    past = log.backwards[_position(log, node) :]
+    if parameter is None or not (
+        any(each.retain for each in past) or reaches_unusable(node, MAX_OLD_NODES, FREED)
+    ):  # no backward has gone through it
+        detail = f"It is needed by the operation at {line_of(user)}." if user else ""
+        return Fault("TT103", line, detail, fix=BACKWARD_FIRST * (parameter is not None))
+    return _entered(log, root, backward, f"Parameters of the older graph were changed at {line}.")
+
+
+def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | None:
+    """A backward that enters the graph of an earlier one."""
+    edges = stale_edges(root, log.boundary) if sequence(root) > log.boundary else []
+    if states := [edge for edge in edges if _is_state(log, edge)]:
+        return _carried(log, states, backward.line, change)
+    if not edges and sequence(root) > log.boundary:
+        return None
+    edge = edges[0] if edges else StaleEdge([], root, root)
+    past = log.backwards[_position(log, edge.old)]
+    chunks, name = (past.chunk, log.chunk), next(iter(_paths(log, edges[:1])), "")
+    new = reachable_nodes(root, above=log.boundary) if edges else ()
+    if not _alike(log, new, _below(edge)):
+        detail = change or f"The backward at {past.line} has freed it."
+        return Fault("TT105", backward.line, detail, name)
+    return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS * edge.is_loss)
+
+
+def _is_state(log: Log, edge: StaleEdge) -> bool:
+    """Whether the old tensor enters an operation that has computed it, directly or not."""
+    watched = any(_instructions(log, edge.path))
+    return not edge.is_loss and (
+        _alike(log, edge.path, _below(edge)) if watched else edge.uses_parameters
+    )
+
+
+def _below(edge: StaleEdge) -> Iterable[Any]:
+    """Nodes of the graph that an edge enters."""
+    return reachable_nodes(edge.old, MAX_OLD_NODES)
+
+
+def _alike(log: Log, one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether an operation occurs in both graphs, with the same parameters if it has any."""
+    a, b = _instructions(log, one), _instructions(log, other)
+    if set().union(*a.values()) & set().union(*b.values()):
+        return True
+    shared = [key for key in a if key is not None and key in b]
+    return bool(shared) and not any(a[key] and b[key] for key in shared)
+
+
+def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
+    """The instructions that created nodes, each with the parameters that its nodes use."""
+    result: dict[Instruction | None, set[tuple[str, int]]] = {}
+    for node in nodes:
+        if not is_leaf(node):
+            uses = result.setdefault(log.instruction_of(sequence(node)), set())
+            uses.update((node.name(), id(p)) for p in parameters_of_node(node))
+    return result
+
+
+def _position(log: Log, node: Any) -> int:
+    """The position among the backwards of the first one after a node."""
+    return bisect_left(log.backwards, sequence(node), key=lambda past: past.boundary)
+
+
+def _entry(log: Log, edge: StaleEdge) -> Instruction | None:
+    """The instruction that takes the old tensor in."""
+    return log.instruction_of(sequence(edge.entry)) or log.recurrent
+
+
+def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
+    """The variables that carry old tensors in."""
+    entries = dict.fromkeys(_entry(log, edge) for edge in edges)
+    return [path for at in entries if at for path, _ in log.carried.get(at, []) if path]
+
+
+def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
+    """States that were carried with the graph of their chunk."""
+    past, entry = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
+    carriers = log.carried.get(entry, []) if entry else []
+    passed = next((at for _, at in carriers if at), line_of(entry) if entry else line)
+    retained = past.retain and change != ""
+    at, paths = past.line if retained else passed, _paths(log, states)
+    details = [change or "A backward has freed that graph."]
+    if entry and line_of(entry) != at:
+        details.append(f"It enters at {line_of(entry)}.")
+    fix, chunks = detach_fix(paths, retained=retained), (past.chunk, log.chunk)
+    code, name = "TT102" if retained else "TT101", "".join(paths[:1])
+    return Fault(code, at, " ".join(details), name, chunks, fix)
+
+
+def lanes_of_error(error: BaseException) -> Fault | None:
+    """TT211: an error of a layer or cell whose state has other lanes than its inputs."""
+    trace, line, match = error.__traceback__, None, LANES_DIFFER.search(str(error))
+    while trace:
+        if user_frame(trace.tb_frame) is trace.tb_frame:
+            line = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    chunk, state = filter(None, match.groups()) if match else ("", "")
+    detail = f"The state has {state} lanes, the chunk has {chunk}."
+    return Fault("TT211", line, detail) if chunk != state else None

@@ -2,37 +2,31 @@
 
 Where each call's state comes from, and how its data lie after those of that call: a state that is
 not carried (TT201), or backwards too (TT212), carried with an endless graph (TT202), detached at
-every step (TT203), or carried where it does not belong (TT204 to TT208, TT210); rows mixed by a
-view (TT213). A lane is a row of the batch; a recording is one unbroken sequence of data.
+every step (TT203), or carried where it does not belong (TT204 to TT208, TT210). A lane is a row of
+the batch; a recording is one unbroken sequence of data.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-from throughtime.doctor._calls import Calls, Unit, UnitCall, equal
-from throughtime.doctor._data import Root
-from throughtime.doctor._frames import Instruction, line_of
+from throughtime.doctor._calls import (
+    Calls,
+    Lane,
+    Unit,
+    UnitCall,
+    equal,
+    relation,
+    same_start,
+)
+from throughtime.doctor._data import Root, remember
+from throughtime.doctor._frames import line_of
 from throughtime.doctor._log import Fault, Log
-from throughtime.doctor._order import relation, same_start
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
-LONG = 256  # steps before the only backward
+LONG = 256  # calls in one graph, in training
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
 REPEATS = 4  # calls on the same inputs before it is reported
 CHUNKS = 2  # that show a fault before it is reported
-MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
-
-
-@dataclass
-class SameStarts:
-    """Adjacent chunks that started from the same state, such as zeros."""
-
-    call: UnitCall
-    zeros: bool
-    count: int = 0
-    lengths: set[int] = field(default_factory=set)  # of the chunks before them
 
 
 class StateRule:
@@ -41,21 +35,16 @@ class StateRule:
     def __init__(self, log: Log, report: Callable[[Fault], object]) -> None:
         self.log, self.report = log, report
         self.calls: Calls
-        self.pending: list[tuple[UnitCall, int, bool]] = []  # starts in this chunk
+        self.pending: list[UnitCall] = []  # starts in this chunk
         self.recordings: dict[Root | None, None] = {}  # of which two adjacent chunks were read
-        self.entered: dict[Root | None, Fault] = {}  # raw data that a state of a recording entered
-
-    def on_mixed(self, view: Instruction) -> None:
-        """TT213: the inputs of a layer are a view that mixes their rows."""
-        self.report(Fault("TT213", line_of(view), after=CHUNKS))
 
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
-        unit = call.unit
+        unit, origin = call.unit, call.origin
         if call.training and (evaluation := unit.last.get(False)):
             self._report_connected(evaluation)
-        if call.origin:
-            self._continues(call, call.origin)
+        if origin:
+            self._continues(call, origin)
         else:
             unit.first = call
             self._starts_fresh(call)
@@ -80,16 +69,13 @@ class StateRule:
             self._goes_elsewhere(call, origin, order)
 
     def _relation(self, origin: UnitCall, call: UnitCall) -> str:
-        before, ends = self.calls.lanes(origin), call.unit.ends
-        if call.step not in {None, origin.steps - 1}:  # the state is not the last one of the chunk
-            before = [x._replace(last=x.first + x.step * (call.step or 0)) for x in before]
+        calls, ends = self.calls, call.unit.ends
 
-        def read(root: Root) -> list[Any]:
-            return (
-                [x for x in self.calls.lanes(ends[root]) if x.root is root] if root in ends else []
-            )
+        def read(root: Root) -> list[Lane]:
+            last = calls.lanes(ends[root]) if root in ends else []
+            return [each for each in last if each.root is root]
 
-        order = relation(before, self.calls.lanes(call), origin.steps, call.rows, read)
+        order = relation(calls.lanes(origin), calls.lanes(call), call.rows, read)
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
 
@@ -102,21 +88,26 @@ class StateRule:
         before = before if before and before.chunk < call.chunk else call.before
         if not before or not call.grad or call.training is False or call.bidirectional:
             return False
-        zeros = not any(bool(state.any()) for state in call.states)
-        if not (zeros or equal(call.states, before.states)):
+        if _has_values(call) and not equal(call.states, before.states):
             return False
         order = self._relation(before, call)
         unit.samples |= order == "jump"
         drawn = self.log.random and call.batch != before.batch
         if order != "next" or drawn or unit.samples:
             return False
-        self.pending.append((call, before.steps, zeros))
+        call.length = before.steps
+        self.pending.append(call)
         return True
 
     def before_backward(self) -> None:
         """Judge what the whole chunk shows."""
-        for call, length, zeros in self.pending:
-            self._count_start(call, length, zeros)
+        for call in self.pending:
+            unit = call.unit
+            # one target for a window, which is a sample of its own
+            unit.samples |= 0 < self.log.targets < call.graph_steps * call.width
+            if not unit.samples:
+                unit.fresh.append(call)
+                self._report_starts(unit, FRESH_CHUNKS)
         self.pending.clear()
         self.log.targets = 0
         for unit in self.calls.units.values():
@@ -124,26 +115,16 @@ class StateRule:
             if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
                 self._add("TT210", call)
             for call in unit.last.values():
-                detached = call.stepwise if call.chunk == self.log.chunk else None
-                if detached and not unit.passes_gradients:
-                    self.report(Fault("TT203", line_of(detached), after=CHUNKS))
+                if call.stepwise and call.chunk == self.log.chunk:
+                    self.report(Fault("TT203", line_of(call.stepwise), after=CHUNKS))
 
-    def _count_start(self, call: UnitCall, length: int, zeros: bool) -> None:
-        unit = call.unit
-        if 0 < self.log.targets < call.graph_steps * call.width:
-            unit.samples = True  # one target for a window, which is a sample of its own
-        if unit.samples:
-            return
-        starts = unit.fresh = unit.fresh or SameStarts(call, zeros)
-        starts.call, starts.count = call, starts.count + 1
-        starts.lengths.add(length)
-        if starts.count == FRESH_CHUNKS:
-            self._report_starts(starts)
-
-    def _report_starts(self, starts: SameStarts) -> None:
-        # slices of unequal length are independent sequences
-        if not (starts.zeros and starts.call.unit.carried) and len(starts.lengths) == 1:
-            self._add("TT201", starts.call, f"{starts.count} times the inputs continued.")
+    def _report_starts(self, unit: Unit, least: int) -> None:
+        """TT201, unless slices of unequal length are independent sequences."""
+        starts = unit.fresh[:FRESH_CHUNKS]
+        lengths = {call.length for call in starts}
+        was_carried = unit.carried and not any(map(_has_values, starts))
+        if len(starts) >= least and len(lengths) == 1 and not was_carried:
+            self._add("TT201", starts[-1], f"{len(starts)} times the inputs continued.")
 
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
@@ -156,15 +137,13 @@ class StateRule:
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit, recording = call.unit, self.calls.recording(origin)
         unit.carried = unit.in_order = True
-        if call.carries_backward:
+        if call.bidirectional and equal([call.states[0][-1:]], [origin.outputs[0][-1:]]):
             self._add("TT212", call, after=CHUNKS)
-        if unit.fresh and not unit.fresh.zeros:
-            unit.fresh = None
+        if any(map(_has_values, unit.fresh)):
+            unit.fresh.clear()
         self._moves_on(unit, origin)
         self._report_wrap(unit)
         remember(self.recordings, recording, None)
-        if fault := self.entered.pop(recording, None):
-            self.report(fault)
 
     def _moves_on(self, unit: Unit, origin: UnitCall) -> None:
         """A state enters other inputs: those that it has read several times were not all."""
@@ -174,47 +153,40 @@ class StateRule:
 
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
-        log, unit, line = self.log, call.unit, line_of(call.instruction)
-        name = log.state_name(call.instruction, lambda v: any(v is t for t in call.entered))
-        detail = f"The state enters at {line}."
-        fault = Fault("", line, detail, name, (origin.chunk, call.chunk))
-        same_mode = call.training == origin.training
+        unit, line, loader = call.unit, line_of(call.instruction), self.log.loader
+        chunks, same_mode = (origin.chunk, call.chunk), call.training == origin.training
+        fault = Fault("TT208", line, f"The state enters at {line}.", chunks=chunks)
         if same_mode and self._begins_again(call, origin, order, fault):
             return
-        fault = self._fault(call, origin, order, fault)
-        if fault.code == "TT207":
+        code = self._code(call, origin, order)
+        if code == "TT207":
             unit.jumps, unit.in_order, unit.wrap = True, False, None
-        elif not fault.code and same_mode:
+            line = loader if loader and call.batch != origin.batch else line
+        if code:
+            self.report(fault._replace(code=code, line=line))
+        elif same_mode:
             self._moves_on(unit, origin)
-        if fault.code:
-            self.report(fault)
 
-    def _fault(self, call: UnitCall, origin: UnitCall, order: str, fault: Fault) -> Fault:
-        """The fault of a state that does not go on in time; without a code there is none."""
-        log, unit, recording = self.log, call.unit, self.calls.recording(call)
-        from_recording = order == "start" and self.calls.recording(origin) in self.recordings
+    def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
+        """The code of a state that does not go on in time; empty if it is no fault."""
+        unit = call.unit
+        is_recording = self.calls.recording(origin) in self.recordings
+        from_recording = order == "start" and is_recording
         if call.training is False and call.cloned:
-            return fault  # validation starts from a copy, training keeps its state
-        new_data = order == "other" or from_recording
+            return ""  # validation starts from a copy, training keeps its state
+        new_data, at_once = order == "other" or from_recording, call.chunk == origin.chunk
         if call.training != origin.training or (call.grad != origin.grad and new_data):
-            return fault._replace(code="TT205")
-        new_batch = call.batch != origin.batch
-        if log.random and new_batch and call.batch[0] == origin.batch[0]:
-            return fault._replace(code="TT207", line=log.loader)
+            return "TT205"
+        if self.log.random and call.batch != origin.batch and call.batch[0] == origin.batch[0]:
+            return "TT207"
         if order == "rows" and not call.edited:
-            return fault._replace(code="TT206")
+            return "TT206"
         # what lies between may belong to other states, such as those of other users
-        if order == "jump" and call.before is origin and call.chunk != origin.chunk:
-            return fault._replace(code="TT207", line=(new_batch and log.loader) or fault.line)
-        if call.chunk == origin.chunk and order in {"start", "other"}:
-            unit.mixed = True
-        elif order == "other" and not unit.mixed:
-            return fault._replace(code="TT204")
-        if from_recording and recording in self.recordings:
-            return fault._replace(code="TT204")
-        if from_recording:  # reported when the next chunk shows that the data are a recording
-            remember(self.entered, recording, fault._replace(code="TT204"))
-        return fault
+        if order == "jump" and call.before is origin and not at_once:
+            return "TT207"
+        unit.mixed |= at_once and order in {"start", "other"}
+        is_other = order == "other" and not at_once and not unit.mixed
+        return "TT204" if is_other or from_recording else ""
 
     # --- the same inputs again
 
@@ -232,7 +204,7 @@ class StateRule:
             if not call.repeats:
                 self._report_wrap(unit)
             ends_pass = again and not (call.repeats and (in_batch or unit.reread))
-            unit.wrap = fault._replace(code="TT208") if ends_pass else None
+            unit.wrap = fault if ends_pass else None
         return again or call.repeats > 0
 
     def _report_wrap(self, unit: Unit) -> None:
@@ -270,17 +242,13 @@ class StateRule:
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
         longest = 2 * (call.unit.trained or LONG)
         endless = call.training is False or not self.log.chunk or call.graph_calls > longest
-        grows = call.chunk == self.log.chunk and call.graph_calls >= limit and endless
-        # a cell that runs through one sequence is no stream
-        only = self.log.chunk == 1 and not call.chunk and call.steps > call.count
-        if grows or (only and call.graph_steps >= LONG):
+        if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             self._add("TT202", call, f"{call.graph_steps} steps are in one graph.")
 
     def close(self) -> None:
         """Judge what the end of the loop shows."""
         for unit in self.calls.units.values():
-            if unit.fresh and unit.fresh.count >= FRESH_CHUNKS - 1:
-                self._report_starts(unit.fresh)
+            self._report_starts(unit, FRESH_CHUNKS - 1)
             self._report_wrap(unit)
             for call in unit.last.values():
                 self._report_connected(call)
@@ -289,9 +257,6 @@ class StateRule:
         self.report(Fault(code, line_of(call.instruction), detail, after=after))
 
 
-def remember(table: dict[Any, Any], key: Root | None, value: object) -> None:
-    """Store a value and drop the oldest: a finished recording need not stay in memory."""
-    table.pop(key, None)
-    table[key] = value
-    if len(table) > MAX_RECORDINGS:
-        del table[next(iter(table))]
+def _has_values(call: UnitCall) -> bool:
+    """Whether a call started from anything but zeros."""
+    return any(bool(state.any()) for state in call.states)
