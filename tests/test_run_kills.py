@@ -79,7 +79,10 @@ def killed(process: "subprocess.Popen[Any]", folder: RunFolder, draw: random.Ran
         time.sleep(0.01)
     time.sleep(draw.uniform(0.0, 2.5))
     over = process.poll() is not None
-    os.killpg(process.pid, signal.SIGKILL) if not over else None
+    if not over:
+        # the ranks that torchrun starts have sessions of their own, and would train on
+        subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=False)
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     return not over
 
