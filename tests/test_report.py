@@ -111,7 +111,7 @@ def test_measurements_scores_and_recordings_may_be_missing(
     copy.config.write_text(re.sub(data, str(tmp_path / "gone"), config), encoding="utf-8")
     page = page_of(copy)
     assert "What truncating the gradient costs" not in page
-    assert "<code>throughtime eval</code> adds precision" in page
+    assert "Scores:" not in page
     assert "can no longer be read" in page
     assert "Learning" in page
 

@@ -24,6 +24,7 @@ import test_cli
 import throughtime as tt
 from processes import Ended, begun, elsewhere
 from throughtime import state as trees
+from throughtime.app import user_class
 from throughtime.app.data import SourceRecording, in_splits, open_dataset
 from throughtime.app.evaluate import evaluate_run, keep_results, read_results
 from throughtime.app.load import load_run
@@ -226,6 +227,13 @@ def test_a_regression_model_answers_in_the_units_of_its_targets(tmp_path: Path) 
     assert shift.item() == pytest.approx(1.0, abs=0.05)  # the classes 0, 1, 2 as numbers
 
 
+def forget_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has executed no class of the user's, and trusts none."""
+    monkeypatch.setattr(user_class, "_trusted", set[str]())
+    for name in [name for name in sys.modules if name.startswith(user_class.OWN_CODE)]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def goes_on(tmp_path: Path, at: int, **more: Any) -> RunFolder:
     """Stopped at an update a run ends with the same bits and lines as the one returned."""
     data = write_recordings(tmp_path / "data")
@@ -342,7 +350,8 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
     folder = RunFolder(tmp_path / "run")
-    folder.create(Config(data="d", task="classify", out=str(folder.path)))
+    data = write_recordings(tmp_path / "data")
+    folder.create(Config(data=str(data), task="classify", out=str(folder.path)))
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
     with pytest.raises(RunError, match="no checkpoint to go on from"):
         Training.resume(tmp_path / "run")

@@ -1,6 +1,5 @@
 """Optimizers, schedules and losses of a run: by name, or in the user's own file."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from test_cli import ended
-from test_run import finish, goes_on, settings, write_recordings
+from test_run import finish, forget_code, goes_on, settings, write_recordings
 from throughtime.app import user_class
 from throughtime.app.model import StandardisedError
 from throughtime.app.run_folder import load_checkpoint
@@ -180,7 +179,7 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
     assert all(parts[f"code of {name}"] == repr(sha256) for name in named)
     file.unlink()  # the run has its own copy
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(user_class, "_trusted", set[str]())
+    forget_code(monkeypatch)
     marker = tmp_path / "executed"
     marker.unlink()
     audit = ("audit", folder.path, "--horizons", "10", "--steps", "40", "--max-lag", "10")
@@ -196,6 +195,4 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
         assert code_ == 0, complained
         assert marker.exists()
         marker.unlink()
-        monkeypatch.setattr(user_class, "_trusted", set[str]())
-        for name in [name for name in sys.modules if "throughtime_user_" in name]:
-            monkeypatch.delitem(sys.modules, name)
+        forget_code(monkeypatch)

@@ -12,7 +12,7 @@ import pytest
 
 import throughtime as tt
 from test_cli import ended
-from test_run import finish, settings, write_recordings
+from test_run import finish, forget_code, settings, write_recordings
 from throughtime import tensor_files
 from throughtime.app import user_class
 from throughtime.app.run_folder import (
@@ -211,7 +211,7 @@ def sent(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sen
     """A copy of the run on the machine of somebody who has trained with none of its code."""
     shutil.copytree(original / "run", tmp_path / "run")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(user_class, "_trusted", set[str]())
+    forget_code(monkeypatch)
     (original / "trained").unlink(missing_ok=True)
     result = Sent(tmp_path)
     result.honest = original / "trained"
@@ -321,10 +321,9 @@ def test_training_keeps_both_files_and_lists_them_once(
     assert (config.model, config.gradient) == ("nets.py:Net", "policies.py:Plain")
     listed = user_class.trust_list().read_text(encoding="ascii").splitlines()
     assert sorted(listed) == sorted(map(sent.sha256, ("nets.py", "policies.py")))
-    assert load_checkpoint(folder.checkpoint)["code"] == {
-        "model": sent.sha256("nets.py"),
-        "gradient": sent.sha256("policies.py"),
-    }
+    parts = load_checkpoint(folder.checkpoint)["parts"]
+    for setting, file in (("model", "nets.py"), ("gradient", "policies.py")):
+        assert parts[f"code of {setting}"] == repr(sent.sha256(file))
 
 
 def test_a_list_that_cannot_be_written_stops_no_training(
@@ -355,26 +354,21 @@ def test_resume_refuses_settings_that_were_changed(sent: Sent) -> None:
     sent.replace(sent.run.config, 'keep = "best"', 'keep = "last"')
     code, _, complaint = execute(sent, "resume")
     assert code == 2
-    assert 'since the checkpoint: lr 0.001 to 0.01, keep "best" to "last"; put' in complaint
+    for change in ("lr was 0.001 and is 0.01", "keep was 'best' and is 'last'"):
+        assert change in complaint
     sent.run.config.write_text(text, encoding="utf-8")
     assert execute(sent, "resume")[0] == 0
     assert sent.run.read_metrics()[-1]["update"] == 12
 
 
 @pytest.mark.parametrize(
-    ("system", "variable", "expected"),
-    [
-        ("linux", "", "{home}/.config/throughtime"),
-        ("linux", "XDG_CONFIG_HOME", "/chosen/throughtime"),
-        ("darwin", "", "{home}/Library/Application Support/throughtime"),
-        ("win32", "APPDATA", "/chosen/throughtime"),
-    ],
+    ("variable", "expected"),
+    [("", "{home}/.config/throughtime"), ("XDG_CONFIG_HOME", "/chosen/throughtime")],
 )
 def test_the_list_is_where_the_system_keeps_settings(
-    monkeypatch: pytest.MonkeyPatch, system: str, variable: str, expected: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: str
 ) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setattr(sys, "platform", system)
     if variable:
         monkeypatch.setenv(variable, "/chosen")
     assert os.fspath(user_class.trust_list().parent) == expected.format(home=Path.home())
