@@ -25,4 +25,4 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> N
     ]
     said = run("train", tmp_path / "plant.npz", *words, "--out", tmp_path / "run")
     updates = re.findall(r"^update (\d+)/50  loss .* left  [\d,]+ steps/s", said, re.MULTILINE)
-    assert updates == ["1", "11", "21", "31", "41"]
+    assert updates == [*map(str, range(1, 51))]

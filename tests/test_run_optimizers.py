@@ -212,6 +212,9 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
     assert ended("eval", folder.path)[0] == 0
     assert not marker.exists()
     for words in (audit, ("train", "--resume", folder.path, "--updates", "64")):
+        monkeypatch.setattr(user_class, "_trusted", set[str]())
+        for name in [name for name in sys.modules if "throughtime_user_" in name]:
+            monkeypatch.delitem(sys.modules, name)
         code_, _, complained = ended(*words)
         assert code_ == 2
         assert "mine.py: its class" in complained
@@ -221,9 +224,6 @@ def test_a_run_keeps_loss_and_optimizer_and_executes_only_what_a_command_needs(
         assert code_ == 0, complained
         assert marker.exists()
         marker.unlink()
-        monkeypatch.setattr(user_class, "_trusted", set[str]())
-        for name in [name for name in sys.modules if "throughtime_user_" in name]:
-            monkeypatch.delitem(sys.modules, name)
 
 
 def test_two_settings_may_name_classes_of_one_file(tmp_path: Path, file: Path) -> None:
