@@ -90,9 +90,9 @@ def _in_words(error: Exception) -> str:
 def _usage_fault(error: click.UsageError) -> str:
     """What is wrong with the words of a command line, and what to write."""
     if isinstance(error, click.NoSuchOption):
-        name, near = error.option_name, error.possibilities or ()
-        near = difflib.get_close_matches(name, near, cutoff=0.8)
-        error = click.NoSuchOption(name, possibilities=near, ctx=error.ctx)
+        known = error.possibilities or ()
+        near = difflib.get_close_matches(error.option_name, known, cutoff=0.8)
+        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
     message = error.format_message().removesuffix(".")
     if error.ctx is None:
         return message

@@ -1,7 +1,6 @@
 """What the commands print: progress, a training run from start to end, tables of results."""
 
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,6 @@ from throughtime.app.train import Training
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
 
-_EVERY = 10  # lines of the log where no terminal changes one line
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns may hold brackets
 
 
@@ -45,12 +43,11 @@ def run_training(training: Training) -> None:
         _print_start(training)
     try:
         with out.status("training") as status:
-            shown = count()
 
             def show(row: Row) -> None:
                 if row["kind"] == "train":
                     status.update(progress_line(row))
-                    if next(shown) % _EVERY == 0 and not out.is_terminal:
+                    if not out.is_terminal:
                         out.print(progress_line(row))
 
             training.run(show)

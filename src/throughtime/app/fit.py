@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -48,7 +48,7 @@ from throughtime.gradient import (
 )
 from throughtime.metrics import Metric, as_metric
 from throughtime.state import leaves
-from throughtime.stream import Stream
+from throughtime.stream import Recording, Stream
 from throughtime.stream.sources import Recordings, as_recordings
 from throughtime.updates import Updates, updates
 
@@ -166,9 +166,10 @@ def fit(
 
     Raises:
         ConfigError: arguments that exclude each other.
-        DataError: no step of an epoch counts, or the folder belongs to other recordings.
-        RunError: the training diverges, the folder belongs to another net, optimizer, rate or
-            `valid`, is in use, or cannot be written; the last checkpoint is untouched.
+        DataError: no step of an epoch counts, or the values of the recordings are others.
+        RunError: the training diverges, the folder belongs to another net, optimizer, rate,
+            recordings or `valid`, is in use, or cannot be written; the last checkpoint is
+            untouched.
         KeyboardInterrupt: Ctrl-C, or SIGTERM, with `out`: after the update, and a checkpoint. A
             second one ends at once.
 
@@ -223,12 +224,13 @@ def fit(
     # by epochs an estimate: the order moves their end
     total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
     folder = out if isinstance(out, RunFolder | None) else RunFolder(Path(out))
-    parts = _parts_of(optimizer, schedule, loss_fn) | dict(folder.parts if folder else {})
+    parts = dict(folder.parts if folder else {}) or _parts_of(optimizer, schedule, loss_fn)
+    parts["recordings"] = _named(stream.recordings)
     if valid is None or callable(valid):
         validate = cast("Callable[[], Evaluation] | None", valid)
     else:
         played = valid.recordings if isinstance(valid, Stream) else as_recordings(valid)
-        parts["valid"] = ", ".join(f"{one.name} ({len(one)} steps)" for one in played)
+        parts["valid"] = _named(played)
         metric = None if metrics is None else as_metric(metrics)
         validate = partial(evaluate, net, valid, loss_fn, metrics=metric)
     training = _Training(
@@ -262,6 +264,10 @@ def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int)
     steps = (getattr(policy, name, None) for name in names)
     stride = next((n for n in steps if isinstance(n, int) and n > 0), _STEPS)
     return math.ceil(stream.steps / stride)
+
+
+def _named(recordings: Iterable[Recording]) -> str:
+    return ", ".join(f"{one.name} ({len(one)} steps)" for one in recordings)
 
 
 def _parts_of(optimizer: Optimizer, schedule: LRScheduler | None, loss: object) -> dict[str, str]:
@@ -469,13 +475,13 @@ class _Training:
 
         def tidy() -> int:
             rows = folder.truncate_metrics(self.done.rows)
-            if saved is not None:  # a kill or damage may have left another model, or none
+            if saved:  # a kill or damage may have left another model, or none
                 write_atomically(folder.model, self._model(folder))
             return rows
 
         saved = folder.read_checkpoint()
         try:
-            if saved is not None:
+            if saved:
                 self._restore(folder, saved)
         except ThroughtimeError:
             raise

@@ -53,7 +53,8 @@ class RunFolder:
         audit: the results of `audit`.
         facts: the first line of the log.
         description: plain values that the model file holds beside the weights.
-        parts: what a training must go on with, besides that of `tt.fit`, in words by name.
+        parts: what a training must go on with besides its recordings, in words by name; empty:
+            optimizer, schedule and loss.
         checkpoint_every: seconds between two checkpoints.
     """
 

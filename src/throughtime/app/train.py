@@ -212,7 +212,7 @@ class Training:
         if end:
             own = own.changed(**{"updates": None, "epochs": None, **end})
         training = cls(own, folder, ranks)
-        if (saved := folder.read_checkpoint()) is not None:
+        if saved := folder.read_checkpoint():
             training.done = Fit(**saved["done"])
         return training
 
