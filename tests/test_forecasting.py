@@ -99,7 +99,7 @@ def test_a_recording_needs_a_target() -> None:
     recording = series(np.arange(9.0))
     assert shift_targets(recording, 0) is recording
     assert len(shift_targets(recording, np.int64(8))) == 9
-    with pytest.raises(DataError, match="has 9 steps, so none has a target 9 steps later"):
+    with pytest.raises(DataError, match="ahead=9 of 9 steps: none has a target"):
         shift_targets(recording, 9)
 
 

@@ -160,6 +160,15 @@ class Pair(Plain):
         return self.head(y), (h, c)
 
 
+class OwnZeros(Plain):
+    def start(self, lanes: int) -> Any:
+        return torch.zeros(1, lanes, HIDDEN), torch.zeros(1, lanes, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x, self.start(x.size(1)))
+        return self.head(y)
+
+
 class Front(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.lift(self.norm(x)))
@@ -204,6 +213,7 @@ IN_ONE_CALL: dict[str, Make] = {
     "batch first": lambda: Plain(tt.nn.GRU, batch_first=True),
     "state": State,
     "pair": Pair,
+    "own zeros": OwnZeros,
     "front": Front,
     "loops": Loops,
 }

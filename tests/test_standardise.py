@@ -220,4 +220,4 @@ def test_other_columns_than_those_trained_on_are_refused(tmp_path: Path) -> None
     assert "inputs ['speed', 'load'] asked for, it has" in complaint
     data.write_text(f"wind,load,heat\n{rows}\n")
     complaint = run("train", "--resume", out, "--updates", "4", ok=False)
-    assert "inputs were ('speed', 'load') and are now ('wind', 'load')" in complaint
+    assert "inputs was ('speed', 'load') and is ('wind', 'load')" in complaint

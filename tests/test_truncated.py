@@ -44,7 +44,7 @@ def test_chunks_that_are_not_adjacent_are_refused() -> None:
         ([first, moved(second)], "lane 1 jumps from recording 1, step 4 to recording 1, step 6"),
         ([first, other], "a chunk of 1 lanes follows one of 2"),
         ([(torch.zeros(5, 2, 3), torch.zeros(5, 2))], "expected a Chunk"),
-        ([], "no chunk at all"),
+        ([], "gave no chunk"),
     ]
     for source, reason in sources:
         with pytest.raises(DataError, match=reason):

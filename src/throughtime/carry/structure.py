@@ -61,6 +61,7 @@ FUNCTIONS = {
     for name in dir(owner)
     if NAMES.fullmatch(name)
 }
+NUMBERS = re.compile("shape|device|dtype|size|new_zeros")
 BUILTINS = {kind.__name__: kind for kind in (enumerate, len, range, tuple, zip)}
 # What a symbol does not notice: writes, handlers that hide a refusal, code with other globals
 UNNOTICED = re.compile("(STORE|DELETE)_(ATTR|GLOBAL)|PUSH_EXC_INFO|MAKE_FUNCTION")
@@ -275,7 +276,7 @@ def _read_forward(module: nn.Module, *, takes_state: bool) -> Structure:
     single = len(states) == 1
     state = states[0] if single else tuple(states)
     reader = _Reader(iter(states) if takes_state else repeat(None))
-    result = reader.run(module, reader.flow, *[state] * takes_state)
+    result = reader.run(module, "forward", reader.flow, *[state] * takes_state)
     flow, after = result if takes_state else (result, ())
     leaving = [after] if single else [*after]
     if flow is not reader.flow or (takes_state and leaving != reader.leaving):
@@ -321,6 +322,26 @@ class _Symbol:
     __bool__ = __eq__ = __repr__ = _refuse
 
 
+class _Number(_Symbol):
+    """A size, device or type that depends on the inputs, or zeros made with such."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name in ("to", "type_as") else _refuse()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, _: object) -> Any:
+        return self
+
+    def __iter__(self) -> Any:
+        """Those of `(T, B, D)`: a trial of consumers refuses what has others."""
+        return iter([self] * 3)
+
+
+_NUMBER = _Number()
+
+
 class _Reader:
     """Runs the forward of a module with symbols.
 
@@ -338,15 +359,15 @@ class _Reader:
         self._states, self.leaving = states, list[Any]()
         self._advance()
 
-    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The result of the forward of a module of the user's."""
+    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of a method of a module of the user's."""
         kind, read = type(module), self.guards.read
-        function = read(attrgetter("forward"), kind)
+        function = read(attrgetter(name), kind)
         code = read(attrgetter("__code__"), function)
         defaults = read(attrgetter("__defaults__"), function)
         is_known = (
-            function is inspect.getattr_static(kind, "forward")
-            and "forward" not in vars(module)
+            function is inspect.getattr_static(kind, name)
+            and name not in vars(module)
             and _calls(kind) == _calls(nn.Module)
             and {*map(type, defaults or ())} <= PLAIN
         )
@@ -375,7 +396,7 @@ class _Reader:
         def read(name: str) -> Any:
             if NAMES.fullmatch(name):
                 return partial(self._then, getattr(Tensor, name), flow)
-            return _refuse()
+            return _NUMBER if NUMBERS.fullmatch(name) else _refuse()
 
         self.flow = flow = _Symbol(read)
         return flow
@@ -394,8 +415,10 @@ class _Reader:
         value = self.guards.read(values.get, name)
         if name in values and type(value) in PLAIN and not hasattr(kind, name):
             return value
-        if name in values or hasattr(kind, name):
+        if name in values or hasattr(nn.Module, name):
             raise UnknownError
+        if hasattr(kind, name):
+            return partial(self.run, module, name)
         return self._symbol(module._modules[name])
 
     def _known(self, values: Mapping[str, Any], name: str) -> Any:
@@ -403,6 +426,8 @@ class _Reader:
         value = self.guards.read(values.get, name)
         if isinstance(value, ModuleType):
             return _Symbol(partial(self._known, vars(value)))
+        if value is torch.zeros or isinstance(value, torch.dtype):
+            return _NUMBER
         return partial(self._then, value) if value in FUNCTIONS else _refuse()
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -410,12 +435,13 @@ class _Reader:
         if isinstance(module, nn.RNNBase):
             return self._call_layer(module, *args, **kwargs)
         if any(map(is_foreign, module.modules())):
-            return self.run(module, *args, **kwargs)
+            return self.run(module, "forward", *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         return x if _is_identity(module, self.guards) else self._then(module, x)
 
     def _call_layer(self, layer: nn.RNNBase, x: Any, hx: Any = None) -> Any:
-        if (hx,) != (next(self._states),):
+        leaves = hx if type(hx) is tuple else (hx,)
+        if (None if all(leaf is _NUMBER for leaf in leaves) else hx,) != (next(self._states),):
             raise UnknownError
         self.leaving.append(_layer_state(layer))
         return self._then(layer, x), self.leaving[-1]

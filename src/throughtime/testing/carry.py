@@ -56,7 +56,7 @@ def check_carry(
     Example:
         >>> import torch, throughtime as tt
         >>> [law.name for law in tt.testing.check_carry(torch.nn.LSTM(3, 8))][:4]
-        ['repeat', 'value', 'inputs', 'causal']
+        ['repeat', 'value', 'inputs', 'memory']
     """
     twin = copy_of(net)
     if twin is None:
