@@ -161,11 +161,12 @@ class Pair(Plain):
 
 
 class OwnZeros(Plain):
-    def start(self, lanes: int) -> Any:
-        return torch.zeros(1, lanes, HIDDEN), torch.zeros(1, lanes, HIDDEN)
+    def start(self, x: Tensor) -> Any:
+        zeros = torch.zeros(1, x.size(1), HIDDEN, dtype=x.dtype)
+        return zeros, zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.rnn(x, self.start(x.size(1)))
+        y, _ = self.rnn(x, self.start(x))
         return self.head(y)
 
 
