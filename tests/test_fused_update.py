@@ -162,7 +162,7 @@ class Pair(Plain):
 
 class OwnZeros(Plain):
     def start(self, x: Tensor) -> Any:
-        zeros = torch.zeros(1, x.size(1), HIDDEN, dtype=x.dtype)
+        zeros = torch.zeros(1, x.size(1), 9, dtype=x.dtype)
         return zeros, zeros
 
     def forward(self, x: Tensor) -> Tensor:
