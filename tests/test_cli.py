@@ -303,3 +303,21 @@ def test_no_memory_is_one_line(
     data, columns = as_csv(tmp_path)
     said = run("train", data, *columns, "--out", tmp_path / "run", ok=False)
     assert said.startswith("error: out of memory")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_a_command_may_open_as_many_files_as_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each array on disk keeps one open."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(sys, "argv", ["throughtime", "--version"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard, 256), hard))
+    try:
+        with pytest.raises(SystemExit):
+            main()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

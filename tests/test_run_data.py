@@ -298,3 +298,17 @@ def test_a_labelled_run_is_scored_and_reported(tmp_path: Path, task: str, labels
     run(*flags(settings(data, out, task=task, updates=3)))
     assert "1 step scored" in run("eval", out, "--split", "valid", drawn=True)
     assert "<svg" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_measured_rate_may_differ_from_a_written_one(tmp_path: Path) -> None:
+    """Whichever comes first: clocks drift."""
+    times = np.datetime64("2024-01-01", "us") + np.arange(300) * 10_100
+    lines = (f"{time},{i % 5}\n" for i, time in enumerate(times))
+    (tmp_path / "a.csv").write_text("time,0\n" + "".join(lines))
+    soundfile.write(tmp_path / "b.wav", np.arange(300) / 300, 100)
+    np.save(tmp_path / "y.npy", np.random.default_rng(0).normal(size=(300, 1)))
+    np.save(tmp_path / "z.npy", np.random.default_rng(1).normal(size=(300, 1)))
+    for names in (("a.csv", "b.wav"), ("b.wav", "a.csv")):
+        rows = f"1,{names[0]},y.npy\n2,{names[1]},z.npy\n"
+        (tmp_path / "m.csv").write_text("id,inputs,targets\n" + rows)
+        assert len(tt.recordings(tmp_path / "m.csv", task="regress")["train"]) == 2

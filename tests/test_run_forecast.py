@@ -261,3 +261,15 @@ def test_a_change_from_an_input_needs_targets_among_the_inputs(tmp_path: Path) -
     words = ("--task", "regress", "--ahead", "2", "--difference", "--out", tmp_path / "run")
     said = run("train", tmp_path / "m.csv", *words, ok=False)
     assert "put the targets into the files of the inputs, or leave --difference out" in said
+
+
+def test_a_baseline_without_an_error_has_no_skill(tmp_path: Path) -> None:
+    """The skill was minus infinity, of a column that never changes."""
+    rows = "".join(f"{i % 7},0\n" for i in range(300))
+    (tmp_path / "a.csv").write_text("u,y\n" + rows)
+    words = f"train {tmp_path / 'a.csv'} --task regress --targets y --ahead 3 --updates 1"
+    run(*words.split(), "--out", tmp_path / "run")
+    text = (tmp_path / "run" / "scores-valid.json").read_text(encoding="utf-8")
+    metrics = json.loads(text)["metrics"]
+    assert metrics["persistence/rmse[y]"] == 0
+    assert metrics["persistence/skill[y]"] == "NaN"

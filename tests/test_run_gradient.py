@@ -212,6 +212,8 @@ def test_a_flag_of_a_policy_is_true_or_false_as_in_toml() -> None:
     """As a text it would be true."""
     with pytest.raises(ConfigError, match="jitter=False: expected NAME=VALUE as in TOML"):
         Config(data="d", gradient_arg=["jitter=False"])
+    with pytest.raises(ConfigError, match="auto: expected NAME=VALUE as in TOML"):
+        Config(data="d", gradient="adaptive", gradient_arg=["name=auto"])
     config = Config(data="d", gradient_arg=["jitter=false"])
     assert make_policy(config) == tt.Truncated(100, jitter=False)
 

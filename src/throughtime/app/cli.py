@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,17 @@ _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memo
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
+    with suppress(ImportError, ValueError, OSError):  # Windows; a limit that cannot be raised
+        from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+        most = getrlimit(RLIMIT_NOFILE)[1]  # each recording keeps a file open: 1,024 are too few
+        setrlimit(RLIMIT_NOFILE, (most, most))
     with failures_printed():
-        words = sys.argv[1:] or ["--help"]
-        sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
+        sys.exit(
+            commands.main(
+                sys.argv[1:] or ["--help"], prog_name="throughtime", standalone_mode=False
+            )
+        )
 
 
 @contextmanager
@@ -250,8 +258,8 @@ def export(options: ExportOptions) -> None:
         details={
             "task": layout.task,
             "columns": {
-                "inputs": [*layout.inputs, *layout.static],
-                "targets": [*spec.target_names],
+                "inputs": layout.inputs + layout.static,
+                "targets": spec.target_names,
             },
             "rows_ahead": layout.ahead,
         },
@@ -313,7 +321,11 @@ def doctor(options: DoctorOptions) -> int:
     return code or (1 if watch.findings else 2 * unknown)
 
 
-_SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
+_SCRIPT = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
 commands = click.Group(
     name="throughtime",
     help="Train recurrent networks on one unbroken stream, with the state carried.",
@@ -327,5 +339,4 @@ commands = click.Group(
         _command("doctor", doctor, DoctorOptions, context_settings=_SCRIPT),
     ],
 )
-commands.commands["doctor"].allow_interspersed_args = False
 click.version_option(__version__, message="%(prog)s %(version)s")(commands)

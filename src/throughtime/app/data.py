@@ -160,7 +160,7 @@ def _differences(
     if rates and not expected:
         first, expected = f"recording '{rates[0][0].name}'", rates[0][1]
     for recording, rate in [] if layout.rate_set else rates:
-        tolerance = _CLOSE if recording.times is None else _MEASURED
+        tolerance = _CLOSE if recording.times is rates[0][0].times is None else _MEASURED
         if abs(rate / expected - 1) > tolerance:
             yield (
                 f"recording '{recording.name}' has {rate:.12g} rows per second, {first} has"

@@ -67,9 +67,7 @@ def evaluate_recordings(
     lags = {"persistence": [0] * len(ahead)} if ahead else {}
     if season and any(n % season for n in ahead):  # else it ends with the present
         lags["season"] = [-n % season for n in ahead]
-    played: list[Any] = recordings
-    if lags:
-        played = [BaselineRecording(one, lags) for one in played]
+    played: list[Any] = [BaselineRecording(one, lags) if lags else one for one in recordings]
     stream = make_stream(played, spec, config, min(len(played), _LANES), _CHUNK)
     errors, count = torch.zeros(1 + len(lags), spec.outputs, dtype=torch.double, device="cpu"), 0
     for chunk in stream:
@@ -90,7 +88,8 @@ def evaluate_recordings(
     own, *others = errors / count
     columns = {"model/rmse": own.sqrt()}
     for name, baseline in zip(lags, others, strict=True):
-        columns |= {f"{name}/rmse": baseline.sqrt(), f"{name}/skill": 1 - own / baseline}
+        skill = 1 - own / baseline.where(baseline > 0, torch.nan)
+        columns |= {f"{name}/rmse": baseline.sqrt(), f"{name}/skill": skill}
     compared = {"compared/steps": float(count), **by_name(columns, spec.target_names)}
     return replace(result, metrics={**result.metrics, **compared})
 

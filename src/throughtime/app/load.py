@@ -175,15 +175,16 @@ class Run:
         self, data: str | Path | None = None, split: str | None = None, *, targets: bool = True
     ) -> tuple[str, list[Recording]]:
         """The name of the split, and its recordings, as `recordings`."""
-        spec, holdout = self.spec, self.config.holdout
-        path = self.config.data if data is None else data
-        entries = find_recordings(Path(path), spec.layout.static)
+        spec = self.spec
+        entries = find_recordings(Path(data or self.config.data), spec.layout.static)
         named = {entry.split for entry in entries}
         default = "valid" if data is None else "all"
         chosen = split or next((name for name in ("test", "valid") if name in named), default)
         own = entries if chosen == "all" else entries_of(entries, chosen)
         sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
-        splits, _ = in_splits(sources, 0.0 if chosen == "all" else holdout, spec.standardise)
+        splits, _ = in_splits(
+            sources, 0.0 if chosen == "all" else self.config.holdout, spec.standardise
+        )
         recordings = choose_split(splits, chosen)
         played = as_played(recordings, spec.layout, spec.classes) if targets else recordings
         return chosen, played

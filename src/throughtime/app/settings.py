@@ -289,7 +289,7 @@ class Config(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Fill in what follows from other settings, and refuse what does not go together."""
-        if self.gradient == "truncated" and "stride" not in self.policy_arguments():
+        if "stride" not in self.policy_arguments() and self.gradient == "truncated":
             object.__setattr__(self, "stride", DEFAULT_STRIDE)
         if not self.out:
             object.__setattr__(self, "out", f"runs/{Path(self.data).resolve().stem}")

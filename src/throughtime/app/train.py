@@ -344,8 +344,7 @@ def make_schedule(optimizer: Optimizer, config: Config, stream: Stream) -> LRSch
         stream: which knows how far a run by epochs has come: its updates are only estimated.
     """
     if config.schedule == "plateau":
-        rule: dict[str, Any] = {"factor": 0.5, "patience": _PATIENCE - 1, "threshold": 0, "eps": 0}
-        return ReduceLROnPlateau(optimizer, **rule)
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=_PATIENCE - 1, threshold=0, eps=0)
 
     def factor(done: int) -> float:
         epoch = stream.epoch + stream.position / stream.steps
