@@ -231,7 +231,6 @@ CASES = [
         floats(D),
         "carry",
         oracle=chunked(_kept_step),
-        plain=lambda m, x: swap(m(swap(x))),
         note="a changed attribute that is no state, holding a graph: deepcopy fails after a call",
     ),
     Case(
@@ -249,7 +248,6 @@ CASES = [
         "refuse",
         reason="detach",
         oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None), _setting(hidden=None)),
-        shows=("detach",),
     ),
     Case(
         "average_beside_state",
@@ -270,7 +268,6 @@ CASES = [
         reason="other",
         also=("mixes_lanes",),
         oracle=stepped(lambda m, x, h: m(x, h), lambda m, x: x.new_zeros(x.size(1), 6)),
-        shows=("random",),
         note="one counter for all lanes: a second stream does not start where the first did",
     ),
 ]
