@@ -27,7 +27,7 @@ from strategies import (
     states_apart,
 )
 from throughtime.carry import Carried
-from throughtime.errors import DataError, StateError
+from throughtime.errors import DataError, ModelError, StateError
 from throughtime.testing import check_carry
 
 EXACT = 1e-12
