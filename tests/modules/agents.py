@@ -87,13 +87,13 @@ def _zeros6(m: nn.Module, x: Tensor) -> Tensor:
 
 
 CASES = [
+    # Masks are inverted: 1 goes on; (T*N, 1).
     Case(
         "masked_base",
         MaskedBase,
         floats(OBS),
         "carry",
         oracle=chunked(_masked, _zeros6),
-        note="masks are inverted: 1 goes on; (T*N, 1)",
     ),
     Case(
         "actor_critic_tuple",
@@ -103,6 +103,7 @@ CASES = [
         keywords={"output": 0},
         oracle=chunked(_actor_step),
     ),
+    # The state comes back under the name of its parameter.
     Case(
         "dict_agent",
         DictAgent,
@@ -110,7 +111,6 @@ CASES = [
         "keyword",
         keywords={"output": "logits"},
         oracle=chunked(_dict_step),
-        note="the state comes back under the name of its parameter",
     ),
 ]
 
@@ -284,22 +284,23 @@ class CurrentNet(nn.Module):
 
 
 CASES += [
+    # One step per call; a whole chunk broadcasts silently; spikes as outputs.
     Case(
         "leaky_elementwise",
         LeakyLayer,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.init_leaky(x.size(1))),
-        note="one step per call; a whole chunk broadcasts silently; spikes as outputs",
     ),
+    # Voltages are attributes of submodules and plain numbers before the first step.
     Case(
         "nodes_with_voltage",
         NodeNet,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, _: (m(x), None), _node_start),
-        note="voltages are attributes of submodules and plain numbers before the first step",
     ),
+    # Two recordings of one shape; state in locals, through the neurons.
     Case(
         "recorded_spikes",
         RecordedNet,
@@ -310,14 +311,13 @@ CASES += [
             "start": lambda m, lanes: (torch.zeros(lanes, 8), torch.zeros(lanes, 4)),
         },
         oracle=stepped(_recorded_step, _recorded_start),
-        note="two recordings of one shape; state in locals, through the neurons",
     ),
+    # The first input reaches the output two steps later.
     Case(
         "current_named_tuples",
         CurrentNet,
         floats(D),
         "carry",
         oracle=chunked(lambda m, x, s: m(x, s)),
-        note="the first input reaches the output two steps later",
     ),
 ]

@@ -39,11 +39,17 @@ Step = Callable[[Any, Tensor, Any], tuple[Tensor, Any]]
 Start = Callable[[Any, Tensor], Any]
 
 
+def unknown(module: nn.Module, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The oracle of a module that nothing can carry."""
+    raise AssertionError(f"{type(module).__name__} is accepted")
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """A module, a stream for it, and the outputs that are right.
 
     Attributes:
+        oracle: needed unless the module is refused whatever it is given.
         verdict: "carry" (without an edit), "lane" (with one lane only), "keyword" (with `keywords`,
             and refused without them), "refuse" (for `reason`, or for one of `also`).
         either: a refused case that may be carried, or a keyword case that may be carried without
@@ -58,14 +64,13 @@ class Case:
     make: Callable[[], nn.Module]
     inputs: Callable[[int, int], Tensor]
     verdict: str
-    oracle: Oracle
+    oracle: Oracle = unknown
     keywords: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     also: tuple[str, ...] = ()
     either: bool = False
     lanes: int | None = None
     steps: int | None = None
-    note: str = ""
 
     def __post_init__(self) -> None:
         assert self.verdict in VERDICTS, self.name

@@ -257,13 +257,13 @@ def _shared_step(m: SharedLayer, x: Tensor, state):
 
 
 CASES = [
+    # State in locals, by data flow through an nn.LSTMCell subclass.
     Case(
         "norm_lstm_local",
         NormLSTMLocal,
         floats(D),
         "carry",
         oracle=stepped(_norm_local_step),
-        note="state in locals, by data flow through an nn.LSTMCell subclass",
     ),
     Case(
         "residual_in_place",
@@ -279,14 +279,15 @@ CASES = [
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.initial_state(x.size(1))),
     ),
+    # An object as the state: may be refused for want of a tree.
     Case(
         "dataclass_state",
         DataclassState,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.init_state(x.size(1))),
-        note="an object as the state: may be refused for want of a tree",
     ),
+    # State first in the arguments and in what comes back.
     Case(
         "state_comes_first",
         StateBefore,
@@ -294,7 +295,6 @@ CASES = [
         "keyword",
         keywords={"call": lambda m, x, s: m(s, x)[::-1]},
         oracle=chunked(_before_step, lambda m, x: m.init_hidden(x.size(1))),
-        note="state first in the arguments and in what comes back",
     ),
     Case(
         "two_layers_skip",
@@ -303,14 +303,15 @@ CASES = [
         "carry",
         oracle=chunked(_mixed_step),
     ),
+    # One layer, two states: one for each call of a forward.
     Case(
         "shared_layer_twice",
         SharedLayer,
         floats(D),
         "carry",
         oracle=chunked(_shared_step),
-        note="one layer, two states: one for each call of a forward",
     ),
+    # Attention over the features of a step, not over steps.
     Case(
         "features_attention_tuple",
         InputAttention,
@@ -318,7 +319,6 @@ CASES = [
         "keyword",
         keywords={"output": 0},
         oracle=stepped(_attention_step, lambda m, x: x.new_zeros(x.size(1), 6)),
-        note="attention over the features of a step, not over steps",
     ),
     Case(
         "inline_parameters",
@@ -327,8 +327,8 @@ CASES = [
         "refuse",
         reason="hidden_state_local",
         also=("no_state",),
-        oracle=chunked(lambda m, x, _: (m(x), None)),
     ),
+    # In evaluation mode the cell's own state is right, in training mode the dropped one.
     Case(
         "dropped_state_local",
         DroppedStateLocal,
@@ -338,6 +338,5 @@ CASES = [
         also=("random", "other"),
         either=True,
         oracle=stepped(_cell_step),
-        note="in evaluation mode the cell's own state is right, in training mode the dropped one",
     ),
 ]

@@ -88,6 +88,7 @@ def _first(m: nn.Module, x: Tensor, state):
 
 CASES = [
     Case("slstm_cell", SLSTM, floats(D), "carry", oracle=chunked(_first)),
+    # How far a step looks back depends on the chunk; the memory is detached as well.
     Case(
         "memory_xl",
         MemoryXL,
@@ -95,16 +96,13 @@ CASES = [
         "refuse",
         reason="attention",
         also=("detach",),
-        oracle=chunked(lambda m, x, s: m(x, s), lambda m, x: m.init_mems(x.size(1))),
-        note="how far a step looks back depends on the chunk; the memory is detached as well",
     ),
+    # Positions restart at every chunk.
     Case(
         "positions_per_call",
         PositionsGRU,
         floats(D),
         "refuse",
         reason="other",
-        oracle=chunked(_first),
-        note="positions restart at every chunk",
     ),
 ]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import Case, chunked, floats, prefixes, stepped, swap
+from .case import Case, chunked, floats, stepped, swap
 
 D = 3
 
@@ -187,6 +187,7 @@ CASES = [
         "carry",
         oracle=chunked(lambda m, x, s: (lambda y, s: (swap(y), s))(*m(swap(x), s))),
     ),
+    # The past before the stream is zeros.
     Case(
         "valid_conv_context",
         ValidConvGRU,
@@ -194,7 +195,6 @@ CASES = [
         "keyword",
         keywords={"context": 2},
         oracle=chunked(_valid_step, lambda m, x: (x.new_zeros(2, x.size(1), D), None)),
-        note="the past before the stream is zeros",
     ),
     Case(
         "padded_conv",
@@ -205,6 +205,7 @@ CASES = [
         also=("lookahead",),
         oracle=chunked(_channels_first),
     ),
+    # Causal, so only the chunk law finds it.
     Case(
         "causal_conv_no_state",
         CausalConvGRU,
@@ -212,8 +213,8 @@ CASES = [
         "refuse",
         reason="convolution",
         oracle=chunked(_again),
-        note="causal, so only the chunk law finds it",
     ),
+    # Right in evaluation mode; batch statistics in training mode.
     Case(
         "batch_norm_lstm",
         BatchNormLSTM,
@@ -222,7 +223,6 @@ CASES = [
         reason="batch_statistics",
         also=("mixes_lanes",),
         oracle=chunked(_batch_norm_step),
-        note="right in evaluation mode; batch statistics in training mode",
     ),
     Case(
         "instance_norm_gru",
@@ -231,7 +231,6 @@ CASES = [
         "refuse",
         reason="time_normalisation",
         also=("lookahead",),
-        oracle=chunked(_channels_first),
     ),
     Case(
         "bidirectional_ecg",
@@ -239,7 +238,6 @@ CASES = [
         floats(D),
         "refuse",
         reason="bidirectional",
-        oracle=chunked(_again),
     ),
     Case(
         "attention_over_outputs",
@@ -248,7 +246,6 @@ CASES = [
         "refuse",
         reason="attention",
         also=("lookahead",),
-        oracle=chunked(_again),
     ),
 ]
 
@@ -348,29 +345,29 @@ def _dual_path_step(m: DualPath, x: Tensor, state):
 
 
 CASES += [
+    # The layer's state has B * F rows.
     Case(
         "dual_path_plain",
         DualPathPlain,
         floats(BINS),
         "carry",
         oracle=chunked(_dual_path_step),
-        note="the layer's state has B * F rows",
     ),
+    # Normalises over the past only, by an explicit state.
     Case(
         "running_norm_dict",
         RunningNorm,
         floats(BINS),
         "carry",
         oracle=chunked(lambda m, x, s: m(x, s), lambda m, x: m.initial_state(x.size(1))),
-        note="normalises over the past only, by an explicit state",
     ),
+    # H and c without defaults; output (B,).
     Case(
         "voice_activity_frame",
         VoiceActivity,
         floats(BINS),
         "carry",
         oracle=stepped(_voice_step, _two_zeros),
-        note="h and c without defaults; output (B,)",
     ),
 ]
 
@@ -506,14 +503,15 @@ CASES += [
         "carry",
         oracle=_last("lstm", lambda m, h: m.head(h).squeeze(-1)),
     ),
+    # Second parameter future=0 is no state; output (B, T).
     Case(
         "sine_cells_future",
         SineCells,
         floats(),
         "carry",
         oracle=stepped(_sine_step),
-        note="second parameter future=0 is no state; output (B, T)",
     ),
+    # 20 outputs at stride 20.
     Case(
         "outputs_equal_stride",
         SameAsStride,
@@ -521,8 +519,8 @@ CASES += [
         "carry",
         oracle=_last("gru", lambda m, h: m.fc(h)),
         steps=20,
-        note="20 outputs at stride 20",
     ),
+    # 20 outputs, 20 lanes, 20 steps.
     Case(
         "outputs_lanes_equal_stride",
         SameAsStride,
@@ -531,8 +529,8 @@ CASES += [
         oracle=_last("gru", lambda m, h: m.fc(h)),
         steps=20,
         lanes=20,
-        note="20 outputs, 20 lanes, 20 steps",
     ),
+    # The author's windows are (B, T, D_F); time first with one lane it would be right.
     Case(
         "forgotten_batch_first",
         ForgottenBatchFirst,
@@ -540,9 +538,8 @@ CASES += [
         "refuse",
         reason="mixes_lanes",
         also=("other",),
-        oracle=lambda m, x, lengths: prefixes(lambda m, x: m(swap(x)))(m, x),
-        note="the author's windows are (B, T, D_F); time first with one lane it would be right",
     ),
+    # The running mean is a state that nothing holds.
     Case(
         "mean_over_window",
         PooledLSTM,
@@ -550,8 +547,6 @@ CASES += [
         "refuse",
         reason="other",
         also=("time_normalisation", "hidden_state_local"),
-        oracle=chunked(lambda m, x, _: (prefixes(lambda m, x: m(swap(x)))(m, x), None)),
-        note="the running mean is a state that nothing holds",
     ),
 ]
 
@@ -685,6 +680,7 @@ CASES += [
         keywords={"start": lambda m, lanes: m.x0},
         oracle=chunked(_first),
     ),
+    # One tensor comes back: output and state at once; its size is the module's secret.
     Case(
         "narx_output_is_state",
         Autoregressive,
@@ -692,8 +688,8 @@ CASES += [
         "keyword",
         keywords={"start": lambda lanes: torch.zeros(lanes, NY)},
         oracle=stepped(_autoregressive_step, lambda m, x: x.new_zeros(x.size(1), NY)),
-        note="one tensor comes back: output and state at once; its size is the module's secret",
     ),
+    # The state after the last step never comes back.
     Case(
         "simulator_state_first",
         Simulator,
@@ -701,9 +697,8 @@ CASES += [
         "refuse",
         reason="hidden_state_local",
         also=("other", "ambiguous_output", "no_state", "ignored_state"),
-        oracle=chunked(lambda m, x, _: (m(x.new_zeros(x.size(1), NX), x), None)),
-        note="the state after the last step never comes back",
     ),
+    # Could be carried from a start that the user gives.
     Case(
         "random_start_inside",
         RandomStart,
@@ -712,6 +707,5 @@ CASES += [
         reason="random",
         also=("other",),
         oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
-        note="could be carried from a start that the user gives",
     ),
 ]

@@ -110,22 +110,23 @@ class TranslationEncoder(nn.Module):
 
 
 CASES = [
+    # Keeps a non-leaf weight: copy.deepcopy of the module fails after a call.
     Case(
         "word_awd",
         RegularisedModel,
         tokens(V),
         "carry",
         oracle=chunked(_flat_step, _init_hidden),
-        note="keeps a non-leaf weight: copy.deepcopy of the module fails after a call",
     ),
+    # Input batch first, flat output time first; begin_state(device, batch_size).
     Case(
         "textbook_begin_state",
         TextbookModel,
         tokens(V),
         "carry",
         oracle=chunked(_textbook_step, lambda m, x: m.begin_state(x.device, batch_size=x.size(1))),
-        note="input batch first, flat output time first; begin_state(device, batch_size)",
     ),
+    # Output and state have the same shape and value.
     Case(
         "translation_encoder_one_word",
         TranslationEncoder,
@@ -135,6 +136,5 @@ CASES = [
             lambda m, x, h: (lambda y, s: (y[0], s))(*m(x, h)), lambda m, x: m.initHidden()
         ),
         lanes=1,
-        note="output and state have the same shape and value",
     ),
 ]

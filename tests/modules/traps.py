@@ -214,19 +214,16 @@ def _dict_step(m: DictInput, x: Tensor, state):
     return swap(m.fc(y)), state
 
 
-def _time_first(m: nn.Module, x: Tensor, state):
-    return m(x, state)
-
-
 CASES = [
+    # (logits, None) comes back; targets=None is no state.
     Case(
         "targets_none",
         WithTargets,
         tokens(V),
         "carry",
         oracle=chunked(_targets_step),
-        note="(logits, None) comes back; targets=None is no state",
     ),
+    # The second output fits the mask argument and must not be fed back.
     Case(
         "gate_beside_output",
         GateOutput,
@@ -234,7 +231,6 @@ CASES = [
         "keyword",
         keywords={"output": 0},
         oracle=chunked(_gate_step),
-        note="the second output fits the mask argument and must not be fed back",
     ),
     Case(
         "list_of_outputs",
@@ -249,6 +245,7 @@ CASES = [
             lambda m, x: x.new_zeros(x.size(1), 6),
         ),
     ),
+    # Right only if carried by the layer.
     Case(
         "forgotten_state",
         ForgottenState,
@@ -257,7 +254,6 @@ CASES = [
         reason="other",
         either=True,
         oracle=chunked(_layer_step),
-        note="right only if carried by the layer",
     ),
     Case(
         "overwritten_state",
@@ -266,7 +262,6 @@ CASES = [
         "refuse",
         reason="ignored_state",
         also=("hidden_state_local",),
-        oracle=chunked(_time_first, lambda m, x: x.new_zeros(x.size(1), 6)),
     ),
     Case(
         "half_detached",
@@ -274,9 +269,6 @@ CASES = [
         floats(D),
         "refuse",
         reason="detach",
-        oracle=chunked(
-            _time_first, lambda m, x: (x.new_zeros(1, x.size(1), 6), x.new_zeros(1, x.size(1), 6))
-        ),
     ),
     Case(
         "step_mlp",
@@ -285,8 +277,8 @@ CASES = [
         "refuse",
         reason="no_state",
         also=("ignored_state",),
-        oracle=chunked(_time_first),
     ),
+    # Fixed masks would make it repeatable.
     Case(
         "dropout_always_on",
         AlwaysDropping,
@@ -294,8 +286,6 @@ CASES = [
         "refuse",
         reason="random",
         also=("other",),
-        oracle=chunked(_time_first),
-        note="fixed masks would make it repeatable",
     ),
     Case(
         "fixed_window",
@@ -304,9 +294,9 @@ CASES = [
         "refuse",
         reason="other",
         also=("ambiguous_output",),
-        oracle=chunked(lambda m, x, _: (m(swap(x))[None].expand(len(x), -1, -1), None)),
         steps=7,
     ),
+    # What comes back cannot be given again; right only if carried by the layer.
     Case(
         "top_state_only",
         TopState,
@@ -316,7 +306,6 @@ CASES = [
         also=("ambiguous_output", "ignored_state"),
         either=True,
         oracle=chunked(_layer_step),
-        note="what comes back cannot be given again; right only if carried by the layer",
     ),
     Case(
         "sequential_outputs_only",
@@ -325,6 +314,7 @@ CASES = [
         "carry",
         oracle=chunked(_sequence_step),
     ),
+    # Inputs turns the layout as well.
     Case(
         "dict_of_values",
         DictInput,
@@ -332,6 +322,5 @@ CASES = [
         "keyword",
         keywords={"inputs": lambda x: {"values": x.transpose(0, 1)}},
         oracle=chunked(_dict_step),
-        note="inputs turns the layout as well",
     ),
 ]
