@@ -26,29 +26,6 @@ from throughtime.errors import DataError, ModelError, StateError
 EXACT = 1e-12
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0] + self.gru(x.flip(2))[0]
-
-
-class KeepsHidden(nn.Module):
-    """Keeps the state in an attribute, as people do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.hidden: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, hidden = self.gru(x, self.hidden)
-        self.hidden = hidden.detach()
-        return y
-
-
 class Packs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +65,6 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
         "chain without state",
         lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()),
         r"none of the modules in this nn.Sequential",
-    ),
-    ("layer run twice", Twice, r"chunks with the state carried do not give"),
-    (
-        "detached attribute",
-        KeepsHidden,
-        r"the state is in hidden.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
     ("shared state", SharedState, r"state leaf '1' has shape \(1,\) and \(1,\) for 3 and 2 lanes"),
@@ -185,9 +156,9 @@ def test_wrong_dtype_is_explained_in_a_note() -> None:
 
 
 class Hidden(nn.Module):
-    def __init__(self, *, batch_first: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.LSTM(3, 4, batch_first=batch_first)
+        self.layer = nn.LSTM(3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)[0]
@@ -207,31 +178,22 @@ def test_resets_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
         net(torch.randn(5, 2, 3), net.initial_state(2), torch.zeros(shape, dtype=torch.bool))
 
 
+STATES = {  # of another structure, or of other layers: it would start from zeros
+    "0": [(torch.zeros(2, 1, 4),), torch.zeros(2, 1, 4), (torch.zeros(2, 1, 5),) * 2],
+    "layer.0": [(), {"other": torch.zeros(2, 1, 4)}],
+}
+
+
 @pytest.mark.parametrize(
-    "state",
-    [(torch.zeros(2, 1, 4),), torch.zeros(2, 1, 4), (torch.zeros(2, 1, 5), torch.zeros(2, 1, 5))],
+    ("leaf", "state"), [(leaf, state) for leaf, states in STATES.items() for state in states]
 )
-def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> None:
-    net = tt.carry(nn.LSTM(3, 4))
+def test_a_state_of_another_structure_is_refused_showing_both(leaf: str, state: Any) -> None:
+    net = tt.carry(nn.LSTM(3, 4) if leaf == "0" else Hidden())
+    net.initial_state(2)
     with pytest.raises(
-        StateError, match=r"the state has the leaves .*this net carries .*'0': \(2, 1, 4\)"
+        StateError, match=rf"the state has the leaves .*this net carries .*'{leaf}': \(2, 1, 4\)"
     ):
         net(torch.randn(5, 2, 3), state)
-
-
-@pytest.mark.parametrize("state", [(), {"other": torch.zeros(2, 1, 4)}])
-def test_a_state_of_other_layers_is_refused_showing_both(state: Any) -> None:
-    """It would start from zeros."""
-    net, x = tt.carry(Hidden()), torch.randn(5, 2, 3)
-    net.initial_state(2)
-    with pytest.raises(StateError, match=r"the state has the leaves .*'layer\.0': \(2, 1, 4\)"):
-        net(x, state)
-
-
-def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
-    net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
-    with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):
-        net.initial_state(2, like=x)
 
 
 class Nesting(nn.Module):

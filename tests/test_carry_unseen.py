@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import throughtime as tt
-from throughtime.carry import _inside, _search, _trial
+from strategies import in_chunks
+from throughtime.carry import Carried, _inside, _search, _trial
 from throughtime.errors import ModelError
 
 EXACT, FEATURES, LANES, CONTEXT = 1e-12, 3, 3, 10  # more steps than a trial has
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Convolutions(nn.Module):
@@ -142,16 +145,24 @@ class Starting(nn.Module):
         return state, state
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def inputs(steps: int = 20) -> Tensor:
+    return torch.randn(steps, LANES, FEATURES)
 
 
-def inputs(steps: int = 20, lanes: int = LANES) -> Tensor:
-    return torch.randn(steps, lanes, FEATURES)
+def played(net: Carried, x: Tensor) -> Tensor:
+    return in_chunks(net, x, (6, 6, 6))[0]
+
+
+def apart(y: Tensor, wanted: Tensor) -> float:
+    return float((y - wanted).detach().abs().max())
+
+
+def line_of(module: nn.Module, x: Tensor) -> dict[str, Any]:
+    """The keywords that the refusal of a module tells to write."""
+    with pytest.raises(ModelError) as refused:
+        tt.carry(module, x)
+    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
+    return eval(f"dict({line})")
 
 
 def test_convolutions_that_pad_inside_are_refused_and_right_with_one_padding() -> None:
@@ -166,26 +177,21 @@ def test_convolutions_that_pad_inside_are_refused_and_right_with_one_padding() -
             return self.second(torch.relu(self.first(z))).relu().transpose(1, 2)
 
     module = Padded()
-    net = tt.carry(module, x, context=CONTEXT)
-    state, outputs = net.initial_state(LANES), list[Tensor]()
-    for part in x.split(6):
-        y, state = net(part, state)
-        outputs.append(y)
+    y = played(tt.carry(module, x, context=CONTEXT), x)
     wanted = module(x.transpose(0, 1)).transpose(0, 1)
-    assert float((torch.cat(outputs) - wanted).detach().abs().max()) < EXACT
-    pairs = [
-        torch.autograd.grad(y.square().sum(), [*module.parameters()])
-        for y in (torch.cat(outputs), wanted)
-    ]
-    assert max(float((a - b).abs().max()) for a, b in zip(*pairs, strict=True)) < EXACT
+    assert apart(y, wanted) < EXACT
+    pairs = [torch.autograd.grad(z.square().sum(), [*module.parameters()]) for z in (y, wanted)]
+    assert max(apart(*pair) for pair in zip(*pairs, strict=True)) < EXACT
 
 
-def test_a_convolution_without_padding_starts_after_zeros() -> None:
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("hook", [lambda conv: conv, torch.nn.utils.weight_norm])
+def test_a_convolution_without_padding_starts_after_zeros(hook: Callable[[Any], Any]) -> None:
+    """A weight that a hook computes is no state."""
     module, x = Unpadded(), inputs()
+    hook(module.conv)
     net = tt.carry(module, x, context=4)
-    y, _ = net(x, net.initial_state(LANES))
-    wanted = module(torch.cat([torch.zeros(4, LANES, FEATURES), x]))
-    assert float((y - wanted).detach().abs().max()) < EXACT
+    assert apart(played(net, x), module(functional.pad(x, (0, 0, 0, 0, 4, 0)))) < EXACT
 
 
 def test_a_count_of_calls_that_changes_outputs_much_later_is_a_state() -> None:
@@ -209,8 +215,7 @@ def test_outputs_that_are_no_tensor_are_asked_for() -> None:
 
 def test_the_dimension_of_a_chunk_of_one_step_is_no_feature() -> None:
     module, x = OneStep(), inputs()
-    y, _ = (net := tt.carry(module, x))(x, net.initial_state(LANES))
-    assert torch.equal(y, module(x.transpose(0, 1))[0].transpose(0, 1))
+    assert apart(played(tt.carry(module, x), x), module(x.transpose(0, 1))[0].transpose(0, 1)) == 0
 
 
 @pytest.mark.parametrize("make", [Neuron, MadeLater])
@@ -219,28 +224,17 @@ def test_a_state_in_a_dict_or_in_an_attribute_that_a_method_makes(
 ) -> None:
     x = inputs()
     net = tt.carry(nn.Sequential(nn.Linear(FEATURES, FEATURES), make()), x)
-    y, _ = net(x, net.initial_state(LANES))
+    y = played(net, x)
     linear, module = net.module.children()
     if isinstance(module, MadeLater):
         module.init_sequence(LANES)
-    wanted = torch.stack([module(linear(step)) for step in x])
-    assert float((y - wanted).detach().abs().max()) < EXACT
+    assert apart(y, torch.stack([module(linear(step)) for step in x])) < EXACT
 
 
 def test_a_private_dict_is_put_back_between_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    tt.carry(Neuron(), inputs())
     monkeypatch.setattr(_trial, "OF_EVERY_MODULE", _inside.OF_EVERY_MODULE | {"_memories"})
     with pytest.raises(ModelError):
         tt.carry(Neuron(), inputs())
-
-
-def test_a_weight_that_a_hook_computes_is_no_state() -> None:
-    module, x = Unpadded(), inputs()
-    with pytest.warns(FutureWarning):
-        torch.nn.utils.weight_norm(module.conv)
-    net = tt.carry(module, x, context=4)
-    wanted = module(torch.cat([torch.zeros(4, LANES, FEATURES), x]))
-    assert float((net(x, net.initial_state(LANES))[0] - wanted).detach().abs().max()) < EXACT
 
 
 def test_what_an_earlier_call_has_left_is_no_start() -> None:
@@ -313,11 +307,7 @@ class Allocates(nn.Module):
 
 def test_the_line_for_a_step_names_the_method_that_makes_its_state() -> None:
     module, x = Allocates(), inputs()
-    with pytest.raises(ModelError) as refused:
-        tt.carry(module, x)
-    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
-    net = tt.carry(module, x, **eval(f"dict({line})"))
-    assert float((net(x, net.initial_state(LANES))[0] - module(x)).detach().abs().max()) < EXACT
+    assert apart(played(tt.carry(module, x, **line_of(module, x)), x), module(x)) < EXACT
 
 
 class ProjectsState(nn.Module):
@@ -378,48 +368,34 @@ class Swapped(nn.Module):
         return self.out(h_new), c_new, h_new
 
 
-def author_of_hidden_first(module: Any, x: Tensor, h: Any) -> tuple[Tensor, Any]:
-    h, y = module(x, torch.zeros(LANES, 4) if h is None else h)
-    return y, h
+def zeros_of(count: int) -> tuple[Tensor, ...]:
+    return (torch.zeros(LANES, 4),) * count
 
 
-def author_of_hidden_taken_first(module: Any, x: Tensor, h: Any) -> tuple[Tensor, Any]:
-    return module(torch.zeros(LANES, 4) if h is None else h, x)
+Author = Callable[[Any, Tensor, Any], Any]
+TURNED: list[tuple[Callable[[], nn.Module], int, Author]] = [
+    (HiddenFirst, 1, lambda m, x, s: m(x, *s)[::-1]),
+    (lambda: HiddenFirst().requires_grad_(False), 1, lambda m, x, s: m(x, *s)[::-1]),
+    (HiddenTakenFirst, 1, lambda m, x, s: m(*s, x)),
+    (Swapped, 2, lambda m, x, s: [m(x, *s)[i] for i in (0, 2, 1)]),
+]
 
 
-def author_of_swapped(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    y, c, h = module(x, *((torch.zeros(LANES, 4),) * 2 if state is None else state))
-    return y, (h, c)
-
-
-@pytest.mark.parametrize(
-    ("make", "author"),
-    [
-        (HiddenFirst, author_of_hidden_first),
-        (lambda: HiddenFirst().requires_grad_(False), author_of_hidden_first),
-        (HiddenTakenFirst, author_of_hidden_taken_first),
-        (Swapped, author_of_swapped),
-    ],
-)
+@pytest.mark.parametrize(("make", "states", "author"), TURNED)
 def test_where_a_result_may_be_turned_the_line_says_how(
-    make: Callable[[], nn.Module], author: Any, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], states: int, author: Author, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, x = make(), inputs()
-    with pytest.raises(ModelError) as refused:
-        tt.carry(module, x)
-    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
-    state, wanted = None, list[Tensor]()
+    state, wanted = zeros_of(states), list[Tensor]()
     for step in x:
-        y, state = author(module, step, state)
+        y, *state = author(module, step, tuple(state))
         wanted.append(y)
-    net = tt.carry(module, x, **eval(f"dict({line})"))
-    got, _ = net(x, net.initial_state(LANES))
-    assert float((got - torch.stack(wanted)).detach().abs().max()) < EXACT
+    net = tt.carry(module, x, **line_of(module, x))
+    assert apart(played(net, x), torch.stack(wanted)) < EXACT
     if make is not HiddenTakenFirst:
         monkeypatch.setattr(_search.Search, "_check_order", lambda *_: None)
         net = tt.carry(make(), x)  # accepted, and wrong: the question is needed
-        got, _ = net(x, net.initial_state(LANES))
-        assert float((got - torch.stack(wanted)).detach().abs().max()) > EXACT
+        assert apart(played(net, x), torch.stack(wanted)) > EXACT
 
 
 class MeanState(nn.Module):
@@ -449,12 +425,10 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("make", [MeanState, Halves])
 def test_a_state_that_depends_on_the_lengths_of_calls_is_refused(
-    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module],
 ) -> None:
     with pytest.raises(ModelError, match="chunks with the state carried do not give"):
         tt.carry(make(), inputs())
-    monkeypatch.setattr(_search.Search, "_is_broken", lambda *_: False)
-    tt.carry(make(), inputs())  # by its layers inside: accepted, and not as its author calls it
 
 
 class StartsFromInputs(nn.Module):

@@ -86,6 +86,11 @@ class ChangesInPlace(TensorState):
         return y, h
 
 
+class IgnoresInputs(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.zeros_like(x))
+
+
 class DropsInEvaluation(HidesLayer):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x))
@@ -106,6 +111,7 @@ class IgnoresItsState(Rotation):
 
 MUTANTS: list[tuple[type[nn.Module], str]] = [
     (DropsInEvaluation, "two equal calls in evaluation mode give different outputs"),
+    (IgnoresInputs, "its outputs do not depend on its inputs"),
     (HiddenBeside, "depends on attributes beside its state"),
     (NormalisesTime, "changes the outputs of earlier steps"),
     (LooksAhead, "changes the outputs of earlier steps"),

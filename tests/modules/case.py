@@ -39,23 +39,23 @@ Step = Callable[[Any, Tensor, Any], tuple[Tensor, Any]]
 Start = Callable[[Any, Tensor], Any]
 
 
+def unknown(module: nn.Module, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The oracle of a module that nothing can carry."""
+    raise AssertionError(f"{type(module).__name__} is accepted")
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """A module, a stream for it, and the outputs that are right.
 
     Attributes:
+        oracle: needed unless the module is refused whatever it is given.
         verdict: "carry" (without an edit), "lane" (with one lane only), "keyword" (with `keywords`,
             and refused without them), "refuse" (for `reason`, or for one of `also`).
         either: a refused case that may be carried, or a keyword case that may be carried without
             its keywords, if it agrees with the oracle.
         lanes: the number of lanes at which the case makes its point, if that matters.
         steps: the number of steps, the same.
-        plain: the author's own call on the whole stream, or on every prefix of it; checks the
-            oracle.
-        shows: the faults of a refused case that the check of the corpus must show.
-        evidence: a test of the note, for "evidence" in `shows` or for any other case.
-        done: for a module with a done or mask argument, the author's own call where lane b starts
-            anew before step t if `starts[t, b]`: `done(module, x, starts)`.
 
     Cases of "batch_statistics" are refused in training mode; in evaluation they follow the oracle.
     """
@@ -64,18 +64,13 @@ class Case:
     make: Callable[[], nn.Module]
     inputs: Callable[[int, int], Tensor]
     verdict: str
-    oracle: Oracle
+    oracle: Oracle = unknown
     keywords: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     also: tuple[str, ...] = ()
     either: bool = False
     lanes: int | None = None
     steps: int | None = None
-    plain: Callable[[Any, Tensor], Tensor] | None = None
-    shows: tuple[str, ...] = ()
-    evidence: Callable[[Any, Tensor], bool] | None = None
-    done: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    note: str = ""
 
     def __post_init__(self) -> None:
         assert self.verdict in VERDICTS, self.name
@@ -142,14 +137,3 @@ def prefixes(call: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], T
 def swap(x: Tensor) -> Tensor:
     """(T, B, ...) to (B, T, ...) and back, in memory of its own."""
     return x.transpose(0, 1).contiguous()
-
-
-def broadcasts(module: Any, x: Tensor, start: Any) -> bool:
-    """Whether a one-step module takes a whole chunk and computes something else."""
-    y = module(x, start)[0]
-    state, outputs = start, []
-    for frame in x:
-        out, state = module(frame, state)
-        outputs.append(out)
-    right = torch.stack(outputs)
-    return y.shape == right.shape and bool((y - right).abs().max() > 1e-6)

@@ -98,30 +98,6 @@ def _cell_step(m, x: Tensor, h):
     return m.out(h), h
 
 
-class ScaledState(nn.Module):
-    """Leaky cell style, state local: half the old state is mixed in outside the cell."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.cell = nn.GRUCell(D, hidden)
-        self.out = nn.Linear(hidden, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(x.size(1), self.hidden)
-        outputs = []
-        for x_t in x:
-            h = 0.5 * h + 0.5 * self.cell(x_t, h)
-            outputs.append(self.out(h))
-        return torch.stack(outputs)
-
-
-def _scaled_step(m: ScaledState, x: Tensor, h):
-    h = x.new_zeros(len(x), m.hidden) if h is None else h
-    h = 0.5 * h + 0.5 * m.cell(x, h)
-    return m.out(h), h
-
-
 class ResidualStack(nn.Module):
     """Residual-stack style: y += x after every LSTM, states in a list, plain names."""
 
@@ -281,14 +257,13 @@ def _shared_step(m: SharedLayer, x: Tensor, state):
 
 
 CASES = [
+    # State in locals, by data flow through an nn.LSTMCell subclass.
     Case(
         "norm_lstm_local",
         NormLSTMLocal,
         floats(D),
         "carry",
         oracle=stepped(_norm_local_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="state in locals, by data flow through an nn.LSTMCell subclass",
     ),
     Case(
         "residual_in_place",
@@ -304,14 +279,15 @@ CASES = [
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.initial_state(x.size(1))),
     ),
+    # An object as the state: may be refused for want of a tree.
     Case(
         "dataclass_state",
         DataclassState,
         floats(D),
         "carry",
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.init_state(x.size(1))),
-        note="an object as the state: may be refused for want of a tree",
     ),
+    # State first in the arguments and in what comes back.
     Case(
         "state_comes_first",
         StateBefore,
@@ -319,7 +295,6 @@ CASES = [
         "keyword",
         keywords={"call": lambda m, x, s: m(s, x)[::-1]},
         oracle=chunked(_before_step, lambda m, x: m.init_hidden(x.size(1))),
-        note="state first in the arguments and in what comes back",
     ),
     Case(
         "two_layers_skip",
@@ -327,17 +302,16 @@ CASES = [
         floats(D),
         "carry",
         oracle=chunked(_mixed_step),
-        plain=lambda m, x: swap(m(swap(x))),
     ),
+    # One layer, two states: one for each call of a forward.
     Case(
         "shared_layer_twice",
         SharedLayer,
         floats(D),
         "carry",
         oracle=chunked(_shared_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="one layer, two states: one for each call of a forward",
     ),
+    # Attention over the features of a step, not over steps.
     Case(
         "features_attention_tuple",
         InputAttention,
@@ -345,7 +319,6 @@ CASES = [
         "keyword",
         keywords={"output": 0},
         oracle=stepped(_attention_step, lambda m, x: x.new_zeros(x.size(1), 6)),
-        note="attention over the features of a step, not over steps",
     ),
     Case(
         "inline_parameters",
@@ -354,9 +327,8 @@ CASES = [
         "refuse",
         reason="hidden_state_local",
         also=("no_state",),
-        oracle=chunked(lambda m, x, _: (m(x), None)),
-        shows=("chunks",),
     ),
+    # In evaluation mode the cell's own state is right, in training mode the dropped one.
     Case(
         "dropped_state_local",
         DroppedStateLocal,
@@ -366,19 +338,5 @@ CASES = [
         also=("random", "other"),
         either=True,
         oracle=stepped(_cell_step),
-        plain=lambda m, x: m(x),
-        note="in evaluation mode the cell's own state is right, in training mode the dropped one",
-    ),
-    Case(
-        "mixed_state_local",
-        ScaledState,
-        floats(D),
-        "refuse",
-        reason="hidden_state_local",
-        also=("other",),
-        either=True,
-        oracle=stepped(_scaled_step),
-        plain=lambda m, x: m(x),
-        note="no submodule ever returns the tensor that is the state",
     ),
 ]

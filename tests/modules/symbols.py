@@ -90,45 +90,6 @@ def _textbook_step(m: nn.Module, x: Tensor, state):
     return y.view(*x.shape, -1), state
 
 
-class ScratchRNN(nn.Module):
-    """A recurrence written out with parameters; the state comes back beside the outputs."""
-
-    def __init__(self, size: int, units: int) -> None:
-        super().__init__()
-        self.read = nn.Parameter(torch.randn(size, units) * 0.4)
-        self.remember = nn.Parameter(torch.randn(units, units) * 0.4)
-        self.bias = nn.Parameter(torch.zeros(units))
-
-    def forward(self, steps: Tensor, state: Tensor | None = None):
-        if state is None:
-            state = steps.new_zeros(steps.size(1), len(self.bias))
-        seen = []
-        for step in steps:
-            state = torch.tanh(step @ self.read + state @ self.remember + self.bias)
-            seen.append(state)
-        return seen, state
-
-
-class ScratchModel(nn.Module):
-    """Textbook scratch style: takes a state, hands it to its own RNN, returns the logits only."""
-
-    def __init__(self, words: int = V, units: int = 6) -> None:
-        super().__init__()
-        self.words = words
-        self.rnn = ScratchRNN(words, units)
-        self.answer = nn.Parameter(torch.randn(units, words) * 0.4)
-
-    def forward(self, minibatch: Tensor, state: Tensor | None = None) -> Tensor:
-        one_hot = F.one_hot(minibatch.T, self.words).to(self.answer)
-        seen, _ = self.rnn(one_hot, state)
-        return torch.stack([h @ self.answer for h in seen], dim=1)
-
-
-def _scratch_step(m: ScratchModel, x: Tensor, state):
-    seen, state = m.rnn(F.one_hot(x, V).to(m.answer), state)
-    return torch.stack([h @ m.answer for h in seen]), state
-
-
 def _init_hidden(m, x: Tensor):
     return m.init_hidden(x.size(1))
 
@@ -149,35 +110,23 @@ class TranslationEncoder(nn.Module):
 
 
 CASES = [
+    # Keeps a non-leaf weight: copy.deepcopy of the module fails after a call.
     Case(
         "word_awd",
         RegularisedModel,
         tokens(V),
         "carry",
         oracle=chunked(_flat_step, _init_hidden),
-        note="keeps a non-leaf weight: copy.deepcopy of the module fails after a call",
     ),
+    # Input batch first, flat output time first; begin_state(device, batch_size).
     Case(
         "textbook_begin_state",
         TextbookModel,
         tokens(V),
         "carry",
         oracle=chunked(_textbook_step, lambda m, x: m.begin_state(x.device, batch_size=x.size(1))),
-        note="input batch first, flat output time first; begin_state(device, batch_size)",
     ),
-    Case(
-        "textbook_scratch",
-        ScratchModel,
-        tokens(V),
-        "keyword",
-        keywords={
-            "call": _scratch_step,
-            "start": lambda m, lanes: torch.zeros(lanes, 6),
-        },
-        oracle=chunked(_scratch_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="the state goes in by an argument and comes back only from the inner module",
-    ),
+    # Output and state have the same shape and value.
     Case(
         "translation_encoder_one_word",
         TranslationEncoder,
@@ -187,69 +136,5 @@ CASES = [
             lambda m, x, h: (lambda y, s: (y[0], s))(*m(x, h)), lambda m, x: m.initHidden()
         ),
         lanes=1,
-        note="output and state have the same shape and value",
-    ),
-]
-
-
-ITEMS = 11
-
-
-class NeuralAttentive(nn.Module):
-    """NARM style: the last hidden state attends to all earlier ones; one row of scores."""
-
-    def __init__(self, dim: int = 5, hidden: int = 6) -> None:
-        super().__init__()
-        self.items = nn.Embedding(ITEMS, dim)
-        self.gru = nn.GRU(dim, hidden, batch_first=True)
-        self.a1 = nn.Linear(hidden, hidden, bias=False)
-        self.a2 = nn.Linear(hidden, hidden, bias=False)
-        self.v = nn.Linear(hidden, 1, bias=False)
-        self.b = nn.Linear(2 * hidden, ITEMS)
-
-    def forward(self, seq: Tensor) -> Tensor:
-        out, ht = self.gru(self.items(seq))
-        ht = ht[-1]
-        alpha = self.v(torch.sigmoid(self.a1(out) + self.a2(ht).unsqueeze(1)))
-        local = (alpha * out).sum(1)
-        return self.b(torch.cat([local, ht], dim=1))
-
-
-class NegativesInBatch(nn.Module):
-    """In-batch-negatives style: every session is scored against the other lanes' items."""
-
-    def __init__(self, dim: int = 5) -> None:
-        super().__init__()
-        self.items = nn.Embedding(ITEMS, dim)
-        self.cell = nn.GRUCell(dim, dim)
-
-    def forward(self, item: Tensor, hidden: Tensor):
-        emb = self.items(item)
-        hidden = self.cell(emb, hidden)
-        return hidden @ emb.t(), hidden
-
-
-CASES += [
-    Case(
-        "neural_attentive_session",
-        NeuralAttentive,
-        tokens(ITEMS),
-        "refuse",
-        reason="attention",
-        oracle=chunked(
-            lambda m, x, _: (torch.stack([m(swap(x[: t + 1])) for t in range(len(x))]), None)
-        ),
-        shows=("chunks",),
-        note="N-to-1: even the steps are causal, but the sum over the past has no state",
-    ),
-    Case(
-        "negatives_in_batch",
-        NegativesInBatch,
-        tokens(ITEMS),
-        "refuse",
-        reason="mixes_lanes",
-        oracle=stepped(lambda m, x, h: m(x, h), lambda m, x: torch.zeros(x.size(1), 5)),
-        shows=("mixes_lanes",),
-        note="outputs (B, B)",
     ),
 ]

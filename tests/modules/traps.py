@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import Case, chunked, floats, prefixes, swap, tokens
+from .case import Case, chunked, floats, swap, tokens
 
 D = 3
 V = 11
@@ -101,12 +101,6 @@ class OverwrittenState(nn.Module):
         return torch.stack(outputs), h
 
 
-def _ignores(m: nn.Module, x: Tensor, *shape: int) -> bool:
-    """Whether two different states give the same outputs."""
-    one, two = (m(x, torch.randn(*shape))[0] for _ in range(2))
-    return bool((one - two).abs().max() == 0)
-
-
 class HalfDetached(nn.Module):
     """Truncation style: the cell state is detached inside, the hidden state is not."""
 
@@ -133,35 +127,6 @@ class StepMLP(nn.Module):
         return self.fc(self.rnn(x)), hidden
 
 
-class WrongView(nn.Module):
-    """A slip: (T, B, D) becomes (B, T, D) by view instead of transpose."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(D, hidden, batch_first=True)
-        self.fc = nn.Linear(hidden, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps, lanes, _ = x.shape
-        y, _ = self.lstm(x.reshape(lanes, steps, -1))
-        return self.fc(y).reshape(steps, lanes, -1)
-
-
-class BatchNormOutput(nn.Module):
-    """Sequence-tagging style: BatchNorm1d on (B*T, H) rows behind an LSTM with its state out."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(D, hidden, batch_first=True)
-        self.bn = nn.BatchNorm1d(hidden)
-        self.fc = nn.Linear(hidden, 2)
-
-    def forward(self, x: Tensor, state=None):
-        y, state = self.lstm(x, state)
-        rows = self.bn(y.reshape(-1, y.size(-1)))
-        return self.fc(rows).view(*y.shape[:2], -1), state
-
-
 class AlwaysDropping(nn.Module):
     """Monte-Carlo dropout style: functional dropout stays on when evaluating."""
 
@@ -175,29 +140,6 @@ class AlwaysDropping(nn.Module):
         return self.fc(F.dropout(y, 0.3, training=True)), h
 
 
-class TeacherForced(nn.Module):
-    """Translation style: encode all of src, then decode as many steps, teacher_forcing=0.5."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.encoder = nn.GRU(D, hidden, batch_first=True)
-        self.decoder = nn.GRUCell(2, hidden)
-        self.fc = nn.Linear(hidden, 2)
-
-    def forward(
-        self, src: Tensor, trg: Tensor | None = None, teacher_forcing: float = 0.5
-    ) -> Tensor:
-        _, h = self.encoder(src)
-        h, y, outputs = h[0], src.new_zeros(src.size(0), 2), []
-        for t in range(src.size(1)):
-            h = self.decoder(y, h)
-            y = self.fc(h)
-            outputs.append(y)
-            if trg is not None and torch.rand(()) < teacher_forcing:
-                y = trg[:, t]
-        return torch.stack(outputs, 1)
-
-
 class FixedWindow(nn.Module):
     """Window style: all outputs of 7 steps are flattened into one Linear."""
 
@@ -209,19 +151,6 @@ class FixedWindow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.lstm(x)
         return self.fc(y.flatten(1))
-
-
-class ReversedLast(nn.Module):
-    """Clinical-visits style: the newest visit is read first, the last output is kept."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.gru = nn.GRU(D, hidden, batch_first=True)
-        self.fc = nn.Linear(hidden, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.gru(torch.flip(x, dims=[1]))
-        return self.fc(y[:, -1])
 
 
 class TopState(nn.Module):
@@ -285,29 +214,16 @@ def _dict_step(m: DictInput, x: Tensor, state):
     return swap(m.fc(y)), state
 
 
-def _first(m: nn.Module, x: Tensor, state):
-    y, state = m(swap(x), state)
-    return swap(y), state
-
-
-def _time_first(m: nn.Module, x: Tensor, state):
-    return m(x, state)
-
-
-def _alone(m: nn.Module, x: Tensor, _: None):
-    return swap(m(swap(x))), None
-
-
 CASES = [
+    # (logits, None) comes back; targets=None is no state.
     Case(
         "targets_none",
         WithTargets,
         tokens(V),
         "carry",
         oracle=chunked(_targets_step),
-        plain=lambda m, x: swap(m(swap(x))[0]),
-        note="(logits, None) comes back; targets=None is no state",
     ),
+    # The second output fits the mask argument and must not be fed back.
     Case(
         "gate_beside_output",
         GateOutput,
@@ -315,8 +231,6 @@ CASES = [
         "keyword",
         keywords={"output": 0},
         oracle=chunked(_gate_step),
-        plain=lambda m, x: swap(m(swap(x))[0]),
-        note="the second output fits the mask argument and must not be fed back",
     ),
     Case(
         "list_of_outputs",
@@ -331,6 +245,7 @@ CASES = [
             lambda m, x: x.new_zeros(x.size(1), 6),
         ),
     ),
+    # Right only if carried by the layer.
     Case(
         "forgotten_state",
         ForgottenState,
@@ -339,10 +254,6 @@ CASES = [
         reason="other",
         either=True,
         oracle=chunked(_layer_step),
-        plain=lambda m, x: m(x)[0],
-        shows=("evidence",),
-        evidence=lambda m, x: _ignores(m, x, 1, x.size(1), 6),
-        note="right only if carried by the layer",
     ),
     Case(
         "overwritten_state",
@@ -351,9 +262,6 @@ CASES = [
         "refuse",
         reason="ignored_state",
         also=("hidden_state_local",),
-        oracle=chunked(_time_first, lambda m, x: x.new_zeros(x.size(1), 6)),
-        shows=("chunks", "evidence"),
-        evidence=lambda m, x: _ignores(m, x, x.size(1), 6),
     ),
     Case(
         "half_detached",
@@ -361,10 +269,6 @@ CASES = [
         floats(D),
         "refuse",
         reason="detach",
-        oracle=chunked(
-            _time_first, lambda m, x: (x.new_zeros(1, x.size(1), 6), x.new_zeros(1, x.size(1), 6))
-        ),
-        shows=("detach",),
     ),
     Case(
         "step_mlp",
@@ -373,30 +277,8 @@ CASES = [
         "refuse",
         reason="no_state",
         also=("ignored_state",),
-        oracle=chunked(_time_first),
-        shows=("no_state",),
     ),
-    Case(
-        "view_for_transpose",
-        WrongView,
-        floats(D),
-        "refuse",
-        reason="mixes_lanes",
-        also=("lookahead",),
-        oracle=chunked(lambda m, x, _: (m(x), None)),
-        shows=("mixes_lanes",),
-        note="with one lane it is right",
-    ),
-    Case(
-        "batch_norm_output",
-        BatchNormOutput,
-        floats(D),
-        "refuse",
-        reason="batch_statistics",
-        also=("mixes_lanes", "lookahead"),
-        oracle=chunked(_first),
-        shows=("mixes_lanes_training",),
-    ),
+    # Fixed masks would make it repeatable.
     Case(
         "dropout_always_on",
         AlwaysDropping,
@@ -404,19 +286,6 @@ CASES = [
         "refuse",
         reason="random",
         also=("other",),
-        oracle=chunked(_time_first),
-        shows=("random",),
-        note="fixed masks would make it repeatable",
-    ),
-    Case(
-        "teacher_forcing",
-        TeacherForced,
-        floats(D),
-        "refuse",
-        reason="lookahead",
-        also=("other", "hidden_state_local"),
-        oracle=chunked(_alone),
-        shows=("lookahead", "chunks"),
     ),
     Case(
         "fixed_window",
@@ -425,21 +294,9 @@ CASES = [
         "refuse",
         reason="other",
         also=("ambiguous_output",),
-        oracle=chunked(lambda m, x, _: (m(swap(x))[None].expand(len(x), -1, -1), None)),
-        shows=("raises",),
         steps=7,
     ),
-    Case(
-        "reversed_last",
-        ReversedLast,
-        floats(D),
-        "refuse",
-        reason="lookahead",
-        also=("bidirectional", "other"),
-        oracle=chunked(lambda m, x, _: (prefixes(lambda m, x: m(swap(x)))(m, x), None)),
-        shows=("chunks",),
-        note="the newest step is read first",
-    ),
+    # What comes back cannot be given again; right only if carried by the layer.
     Case(
         "top_state_only",
         TopState,
@@ -449,8 +306,6 @@ CASES = [
         also=("ambiguous_output", "ignored_state"),
         either=True,
         oracle=chunked(_layer_step),
-        plain=lambda m, x: m(x)[0],
-        note="what comes back cannot be given again; right only if carried by the layer",
     ),
     Case(
         "sequential_outputs_only",
@@ -458,8 +313,8 @@ CASES = [
         floats(D),
         "carry",
         oracle=chunked(_sequence_step),
-        plain=lambda m, x: swap(m(swap(x))),
     ),
+    # Inputs turns the layout as well.
     Case(
         "dict_of_values",
         DictInput,
@@ -467,7 +322,5 @@ CASES = [
         "keyword",
         keywords={"inputs": lambda x: {"values": x.transpose(0, 1)}},
         oracle=chunked(_dict_step),
-        plain=lambda m, x: swap(m({"values": swap(x)})),
-        note="inputs turns the layout as well",
     ),
 ]
