@@ -101,7 +101,7 @@ def test_every_form_of_data_trains_and_is_scored(
     said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run", drawn=True)
     # plain lines of progress, where there is no terminal
     updates = re.findall(r"^update (\d+)/50  loss .* left  [\d,]+ steps/s", said, re.MULTILINE)
-    assert updates == ["1", "11", "21", "31", "41"]
+    assert updates == [f"{n}" for n in range(2, 51, 2)]
     assert "whole recording of 'valid', the state carried" in said
     rows = RunFolder(tmp_path / "run").read_metrics()
     assert (rows[0]["kind"], rows[-1]["kind"]) == ("data", "valid")

@@ -95,7 +95,7 @@ def test_an_error_in_a_with_block_has_its_findings_once() -> None:
         ),
         ("def f(:\n  pass", 1, "SyntaxError", '  File "'),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt", "Traceback"),
-        ("import sys; sys.exit(3)", 3, "exit code 3", ""),
+        ("import sys; sys.exit(3)", 3, "SystemExit", ""),
         ("import sys; sys.exit('bad data')", 1, "SystemExit", "bad data\n"),
     ],
 )
@@ -179,10 +179,11 @@ os.chdir("code")
 """
     (folder / "code" / "main.py").write_text(script, encoding="utf-8")
     monkeypatch.setattr("builtins.input", lambda: "typed")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     _, printed, _ = ended("doctor", "code/main.py", "--lr", "1", "-h")
     file = folder / "code" / "main.py"
     assert printed.startswith(f"['--lr', '1', '-h'] __main__ {file} {folder / 'code'} 3 typed\n")
-    assert sys.path[0] != str(folder / "code")
+    assert sys.path[0] == str(folder / "code")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("nosuch.py", "no such file"), (".", "no such file")])

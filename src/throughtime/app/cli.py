@@ -269,8 +269,9 @@ def export(options: ExportOptions) -> None:
     checks = {"of the recording": written.recorded, "at random": written.verification}
     for what, verification in checks.items():
         if verification is not None:
-            steps = counted(verification.steps, "step")
-            console.print(f"verified on {steps} {what}: {verification.summary}")
+            console.print(
+                f"verified on {counted(verification.steps, 'step')} {what}: {verification.summary}"
+            )
     for text in filter(None, (written.settling, *written.remarks)):
         console.print(str(text))
 

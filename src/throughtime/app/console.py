@@ -47,7 +47,8 @@ def run_training(training: Training) -> None:
             def show(row: Row) -> None:
                 if row["kind"] == "train":
                     status.update(progress_line(row))
-                    if not out.is_terminal:
+                    twentieth = row["updates"] // 20 or 1
+                    if not (out.is_terminal or row["update"] % twentieth):
                         out.print(progress_line(row))
 
             training.run(show)
@@ -74,8 +75,6 @@ def _print_start(training: Training) -> None:
     out.print(
         f"inputs {inputs}; {kind} {listed(names)}; {model}; {training.config.describe_policy()}"
     )
-    if training.done.count:
-        out.print(f"resumed at update {training.done.count}")
 
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
@@ -115,5 +114,6 @@ def print_scores(run: Run, data: Path | None = None, split: str | None = None) -
         for row in rows:
             table.add_row(*row)
         out.print(table)
-    steps = counted(scores.steps, "step")
-    out.print(f"{steps} scored, by the model of update {scores.update}; {written}")
+    out.print(
+        f"{counted(scores.steps, 'step')} scored, by the model of update {scores.update}; {written}"
+    )
