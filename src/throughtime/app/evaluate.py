@@ -16,7 +16,6 @@ from throughtime.app.settings import Config
 from throughtime.errors import RunError, one_line
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
-from throughtime.stream import Recording
 from throughtime.stream.recording import RecordingView, StepArrays
 from throughtime.stream.targets import ForecastRecording, later_rows
 
@@ -50,7 +49,7 @@ class BaselineRecording(RecordingView):
 def evaluate_recordings(
     evaluator: Evaluator,
     spec: ModelSpec,
-    recordings: list[Recording],
+    recordings: list[Any],
     config: Config,
     classes: ClassScores | None = None,
 ) -> Evaluation:
