@@ -22,6 +22,7 @@ import netCDF4
 import numpy as np
 import soundfile
 import zarr
+from pyarrow import feather, parquet
 
 from format_files import FORMATS
 from throughtime.errors import DataError
@@ -76,6 +77,18 @@ def wfdb_columns(path: Path) -> Columns:
     return {name: record.p_signal[:, i] for i, name in enumerate(record.sig_name)}
 
 
+def parquet_columns(path: Path) -> Columns:
+    return columns_of(parquet.ParquetFile(path).read())
+
+
+def arrow_columns(path: Path) -> Columns:
+    return columns_of(feather.read_table(path, memory_map=False))
+
+
+def columns_of(table: Any) -> Columns:
+    return {name: table.column(name).to_numpy() for name in table.column_names}
+
+
 LIBRARIES: dict[str, Callable[[Path], Columns]] = {
     "npy": numpy_columns,
     "npz": npz_columns,
@@ -89,15 +102,26 @@ LIBRARIES: dict[str, Callable[[Path], Columns]] = {
     "edf": edf_columns,
     "bdf": edf_columns,
     "wfdb": wfdb_columns,
+    "parquet": parquet_columns,
+    "arrow": arrow_columns,
+    "feather": arrow_columns,
 }
 
 
 def damage(rng: random.Random, content: bytes) -> bytes:
-    """Cut short, or with up to eight flipped bits: half of the time in the first 512 bytes."""
-    if rng.random() < 0.25:
+    """Cut short, with a range replaced, or with up to eight flipped bits.
+
+    These are half of the time in the first 512 bytes.
+    """
+    kind = rng.random()
+    if kind < 0.25:
         return content[: rng.randrange(len(content))]
     data = bytearray(content)
     end = len(data) if rng.random() < 0.5 else min(len(data), 512)
+    if kind < 0.5:
+        at, size = rng.randrange(end), rng.choice([1, 4, 16, 64])
+        data[at : at + size] = rng.choice([bytes(size), rng.randbytes(size)])[: len(data) - at]
+        return bytes(data)
     for _ in range(rng.choice([1, 1, 2, 8])):
         data[rng.randrange(end)] ^= 1 << rng.randrange(8)
     return bytes(data)

@@ -132,6 +132,7 @@ text("time_cut_late", "u,time\n" + "1,2020-01-01 10:00\n" * 120_000 + "2,2020-01
 
 # First lines and names
 text("no_header_first_text", "1,N\n2,V\n3,N\n", line=1)
+text("decimals_over_whole_numbers", "400.5,410.5\n1,2\n3,4\n")
 text("names_twice", "u,v,u\n1,2,3\n4,5,6\n", line=1)
 text("name_empty", "u,,w\n1,2,3\n4,5,6\n", line=1)
 text("header_alone", "u,v\n")

@@ -5,11 +5,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from damaged_files import LIBRARIES, verdict
 from format_files import FORMATS
+from throughtime.errors import DataError
+from throughtime.stream.formats import open_table
 
 SCRIPT = Path(__file__).with_name("damaged_files.py")
 
@@ -54,8 +58,30 @@ def test_300_damaged_files_are_read_as_the_library_does_or_refused(name: str) ->
 
 def test_every_format_of_a_library_is_damaged() -> None:
     suffixes = {FORMATS[name].suffix for name in LIBRARIES}
-    others = {".csv", ".parquet", ".arrow", ".feather", ".hdf5"}
+    others = {".csv", ".hdf5"}  # CSV: benchmarks/fuzz_readers.py
     assert suffixes | others == {form.suffix for form in FORMATS.values()}
+
+
+@pytest.mark.parametrize(
+    ("values", "there", "instead"),
+    [
+        ([1.0] * 100, (800).to_bytes(8, "little"), (80).to_bytes(8, "little")),
+        (["text"], b"text", b"\xff\xff\xff\xff"),
+    ],
+    ids=["a short buffer", "no UTF-8"],
+)
+def test_what_pyarrow_does_not_check_is_refused(
+    values: list[Any], there: bytes, instead: bytes, tmp_path: Path
+) -> None:
+    """Mutant: batches are not validated."""
+    batch = pa.record_batch({"a": values})
+    with pa.ipc.new_file(tmp_path / "r.arrow", batch.schema) as file:
+        file.write_batch(batch)
+    content = (tmp_path / "r.arrow").read_bytes()
+    assert there in content
+    (tmp_path / "r.arrow").write_bytes(content.replace(there, instead))
+    with pytest.raises(DataError, match="cannot be read"):
+        open_table(tmp_path / "r.arrow")
 
 
 def test_the_verdict_detects_other_values_and_other_errors(

@@ -56,10 +56,12 @@ def test_packed_hdf5_and_records_are_refused_with_what_to_do(tmp_path: Path) -> 
         file["pair"] = pairs
     np.save(tmp_path / "r.npy", pairs)
     np.savez(tmp_path / "r.npz", pair=pairs)
-    with pytest.raises(DataError, match=r"'in/u' has the attribute scale_factor.* name the file"):
+    with pytest.raises(DataError, match=r"'in/u' has the attribute scale_factor: rename the file"):
         open_table(tmp_path / "r.h5")
     for name in ("s.h5", "r.npy", "r.npz"):
-        with pytest.raises(DataError, match=r"expected arrays of numbers .* of records none"):
+        with pytest.raises(
+            DataError, match=r"expected arrays of numbers .* none of them of records"
+        ):
             open_table(tmp_path / name)
 
 
@@ -102,7 +104,7 @@ def test_a_zarr_store_of_xarray_is_refused_and_played_as_a_data_set(tmp_path: Pa
     """Its values may be packed, and its coordinates are no inputs."""
     values = np.random.default_rng(0).normal(size=STEPS).round(3)
     xr.Dataset({"u": ("time", values)}).to_zarr(tmp_path / "r.zarr", consolidated=False)
-    with pytest.raises(DataError, match=r"r\.zarr: 'u' is written by xarray; open it by"):
+    with pytest.raises(DataError, match=r"r\.zarr: 'u' was written by xarray; pass"):
         open_table(tmp_path / "r.zarr")
     data = xr.open_zarr(tmp_path / "r.zarr", consolidated=False)
     np.testing.assert_array_equal(tt.recording(data).read(0, STEPS).inputs[:, 0], values)

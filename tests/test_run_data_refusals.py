@@ -143,7 +143,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
         (
             "2,9,x\n20,21,3",
             "regress",
-            "a.csv: labels such as 'x' are no numbers; classes. task='classify'",
+            "a.csv: labels such as 'x' are no numbers; write task='classify'",
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_intervals_that_do_not_fit_are_refused_with_their_file(
 def test_static_features_need_a_manifest(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=signal("a"), targets=signal("a")[:, 0])
     with pytest.raises(
-        DataError, match=r"static=age names columns of a manifest, which this is not"
+        DataError, match=r"static=age needs a manifest, with the columns id and inputs"
     ):
         open_dataset(
             Config(**settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress"))

@@ -94,7 +94,7 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
     """Require every lane to continue where it stopped, or to reset."""
     if last.lanes != chunk.lanes:
         raise DataError(
-            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a state needs equal ones"
+            f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; give those of one Stream"
         )
     before, after = last.metadata, chunk.metadata
     end, start = last.stop - 1, chunk.start

@@ -19,6 +19,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from throughtime.errors import DataError
 
 
@@ -71,10 +73,10 @@ def cut(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
         DataError: no recordings, or more lanes than steps.
     """
     if not lengths:
-        raise DataError("no recordings: expected at least one")
+        raise DataError("no recordings: pass at least one, tt.Stream([recording], ...)")
     if lanes > sum(lengths):
         raise DataError(
-            f"{lanes} lanes, but the recordings have {sum(lengths)} steps in all; take fewer"
+            f"{lanes} lanes, but the recordings have {sum(lengths)} steps in all; take fewer lanes"
         )
     return [
         RecordingSpan(i, steps * k // parts, steps * (k + 1) // parts)
@@ -107,14 +109,10 @@ def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
     """The number of parts of each recording; the longest parts are cut until all lanes have one."""
-    parts = [1] * len(lengths)
-    longest = [(-float(length), i) for i, length in enumerate(lengths)]
-    heapq.heapify(longest)
+    parts = np.ones(len(lengths), int)
     for _ in range(lanes - len(lengths)):
-        _, i = longest[0]
-        parts[i] += 1
-        heapq.heapreplace(longest, (-lengths[i] / parts[i], i))
-    return parts
+        parts[np.argmax(lengths / parts)] += 1
+    return parts.tolist()
 
 
 @dataclass(frozen=True)

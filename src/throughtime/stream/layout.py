@@ -235,7 +235,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
         labels = np.asarray(values, np.int64 if np.size(values) == 0 else None)
         if labels.dtype.kind == "U" and layout.task in ("regress", "multilabel"):
             raise DataError(
-                f"{source}: labels such as '{labels[0]}' are no numbers; classes? task='classify'"
+                f"{source}: labels such as '{labels[0]}' are no numbers; write task='classify'"
             )
         if layout.task is not None and labels.dtype.kind in "biu":
             # a type that has a value for none
@@ -270,13 +270,15 @@ def check_numbers(rows: object, role: str) -> None:
         f"{rows.source}: column '{texts[0]}' of the {role} holds text, such as"
         f" {listed(sorted({t for t in excerpt if t and not is_number(t)}), quoted=True)},"
         f" expected numbers; leave it out: exclude={listed(texts, quoted=True)} (--exclude"
-        f" {','.join(texts[:8])}); delete the line below the header if it is one of units; or name"
+        f" {','.join(texts[:8])}); delete line 2 if it holds units; or name"
         " the classes of targets in the order of their indices: classes=[...] (--task classify)"
     )
 
 
-def as_static(value: Any, name: str) -> Array:
-    """Static features `(S,)`, checked."""
+def as_static(value: Any, name: str) -> Array | None:
+    """Static features `(S,)`, checked; `None` as it is."""
+    if value is None:
+        return None
     static = np.asarray(as_file_array(value, "static"))
     if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
         raise DataError(

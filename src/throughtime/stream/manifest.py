@@ -70,7 +70,7 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
         data, entries = manifest, _entries(manifest, static, faults)
     elif static:
         raise DataError(
-            f"{data}: static={','.join(static)} names columns of a manifest, which this is not"
+            f"{data}: static={','.join(static)} needs a manifest, with the columns id and inputs"
         )
     elif is_folder(data):
         entries, _ = read_folder(data)

@@ -184,7 +184,7 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
         return ArraysFile(path, arrays)
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a mapping of"
-        " arrays, or an array (T, D); collect a lazy frame; or tt.Stream((x, y), ...)"
+        " arrays, or an array (T, D); collect a lazy frame; a pair: tt.Stream((x, y), ...)"
     )
 
 

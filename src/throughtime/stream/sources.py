@@ -183,7 +183,7 @@ def recording(
         layout.input_rows(table, layout.targets),
         layout,
         labels,
-        static=None if static is None else as_static(static, title),
+        static=as_static(static, title),
         series=layout.series_rows(table),
         named=classes is not None,
     )
@@ -325,7 +325,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             allow_target_as_input=values.get("allow_target_as_input", False),
         ),
         _targets(values, name),
-        static=as_static(values["static"], name) if "static" in values else None,
+        static=as_static(values.get("static"), name),
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
     return shift_targets(result, ahead)

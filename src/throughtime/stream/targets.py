@@ -141,7 +141,7 @@ class ClassRecording(RecordingView):
     def _indices(self, targets: Array, start: int) -> Array:
         if targets.ndim > 1:
             raise DataError(
-                f"recording '{self.name}': {targets.shape[1]} columns of targets, classes need one"
+                f"recording '{self.name}': {targets.shape[1]} columns of targets; name one"
             )
         if targets.dtype.kind == "O":  # Python values of several types have no order
             targets = np.array([class_name(value) for value in targets], np.str_)

@@ -69,7 +69,7 @@ class ArraysFile(Table):
     def _fault(self, text: str) -> DataError:
         return DataError(
             f"{self.path}: {text}holds {self.contents or 'no array'}, expected arrays of numbers"
-            " (steps,) or (steps, features), and of records none; read it with its library, and"
+            " (steps,) or (steps, features), none of them of records; read it with its library, and"
             " pass the arrays by name: tt.recording({'x': array}, ...)"
         )
 
@@ -177,7 +177,7 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     for name, member in arrays.items():
         if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
             raise DataError(
-                f"{group.filename}: '{name}' has the attribute {min(packing)}, name the file .nc"
+                f"{group.filename}: '{name}' has the attribute {min(packing)}: rename the file .nc"
             )
     return arrays
 
@@ -216,7 +216,7 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
     for name, array in arrays.items():
         if getattr(array.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in array.attrs:
             raise DataError(
-                f"{group.store}: '{name}' is written by xarray; open it by xarray.open_zarr(...)"
+                f"{group.store}: '{name}' was written by xarray; pass xarray.open_zarr(path)"
             )
     return dict(sorted(arrays.items()))
 
@@ -267,7 +267,7 @@ def open_netcdf(path: Path) -> ArraysFile:
             scipy = import_extra("scipy.io", path, "netcdf")
             with unreadable(
                 f"{path}: SciPy cannot read this classic netCDF file",
-                "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
+                "is it cut short? Convert one of the type CDF-5: nccopy -k nc4 FILE COPY",
             ):
                 scipy.netcdf_file(file, mmap=True).close()
     netcdf = import_extra("netCDF4", path, "netcdf")

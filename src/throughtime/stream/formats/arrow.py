@@ -23,12 +23,7 @@ import pyarrow as pa
 
 from throughtime.errors import DataError, listed
 from throughtime.files import exclusive, sync, user_folder
-from throughtime.stream.formats.table import (
-    Array,
-    Table,
-    check_exact,
-    unreadable,
-)
+from throughtime.stream.formats.table import Array, Table, check_exact, unreadable
 from throughtime.stream.formats.times import nanoseconds
 
 VERSION = 13  # of what is stored: older files are converted again
@@ -168,12 +163,6 @@ def open_parquet(path: Path) -> Table:
     return converted(path, batches)
 
 
-def cache_folder() -> Path:
-    """`$THROUGHTIME_CACHE`, or `throughtime` in the user's cache folder."""
-    chosen = os.environ.get("THROUGHTIME_CACHE")
-    return Path(chosen) if chosen else user_folder("cache", {"darwin": "Library/Caches"})
-
-
 def converted(path: Path, source: Callable[[], Batches], options: str = "") -> Table:
     """The columns of a file as those of its cached Arrow file, which is written first if need be.
 
@@ -185,18 +174,18 @@ def converted(path: Path, source: Callable[[], Batches], options: str = "") -> T
     Raises:
         DataError: the file cannot be read, or changes meanwhile; or the cache folder not written.
 
-    Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk. A file of at most 256 kB
-    is held in memory.
+    Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk, in `$THROUGHTIME_CACHE` or
+    `throughtime` in the user's cache folder. A file of at most 256 kB is held in memory.
     """
-    folder = cache_folder()
+    chosen = os.environ.get("THROUGHTIME_CACHE")
+    folder = Path(chosen or user_folder("cache", {"darwin": "Library/Caches"}))
     key = f"{path.resolve()}|{options}"
     cached = folder / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
     with unreadable(
         f"{path}: cannot be read, or converted in {folder}",
-        "is it damaged, locked, or is the disk full? Another folder for it is THROUGHTIME_CACHE",
+        "is it damaged or locked, or the disk full? THROUGHTIME_CACHE sets another folder",
         (OSError,),
     ):
-        path.open("rb").close()
         if path.stat().st_size > SMALL:
             return _open(path, cached) or _convert(path, cached, source)
         schema, batches, faults = source()
@@ -213,7 +202,7 @@ def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFi
             try:
                 _write(path, source(), temporary, before)
                 if fingerprint(path) != before:
-                    raise DataError(f"{path}: changed while it was read; do not write to it")
+                    raise DataError(f"{path}: changed while it was read; run again")
                 temporary.replace(cached)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -258,6 +247,7 @@ def _parts(path: Path, batches: Iterable[Any]) -> Iterator[Any]:
     """The batches of a source, each of at most `ROWS` rows."""
     with unreadable(f"{path}: cannot be read", "is it damaged?", (pa.ArrowException,)):
         for batch in batches:
+            batch.validate(full=True)  # pyarrow reads beyond the buffers of a damaged file
             yield from pa.Table.from_batches([batch]).to_batches(ROWS)
             del batch  # before the next one is read
 

@@ -29,8 +29,8 @@ FIELDS = 2**15  # of a block; more of them are slower, since they leave the cach
 MIN_ROWS = 64  # of a block of many columns, at least
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 _EXPECTED = {  # of others a time stamp
-    "number": "a number, as above it (float64 merges ones above 2^53); a decimal comma: --decimal ,"
-    " (decimal=',' in Python); thousands without a mark",
+    "number": "a number as above it, below 2^53 (float64 merges others); a decimal comma: --decimal"
+    " , (decimal=',' in Python); thousands without a mark",
     "boolean": "true or false",
 }
 _SAMPLE, _RECORDS = 2**17, 200  # characters and records at most that show the dialect
@@ -98,7 +98,7 @@ class CsvFile:
             raise DataError(f"{path}: the file is empty, expected a header line with column names")
         names = self._header(rows)
         self.names = names or tuple(map(str, range(len(rows[0]))))
-        self._skipped = int(bool(names))
+        self._skipped = bool(names)
 
     def _header(self, rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """The names in the first record; none if it holds values.
@@ -112,12 +112,15 @@ class CsvFile:
         values, names = {*first} - {"missed"}, tuple(map(str.strip, top))
         index = not names[0] and all(names[1:])  # of pandas, without a name
         distinct = "" not in names[index:] and len({*names}) == len(names)
-        # as pandas names columns, or years above decimals
+        # as pandas names columns, years above decimals, or decimals above whole numbers
         counts = len(names) > 2 and names == tuple(map(str, range(len(names))))
         decimals = like and not any(field.strip().lstrip("+-").isdecimal() for field in below)
-        whole = distinct and all(map(str.isdecimal, names)) and (counts or decimals)
+        years = all(map(str.isdecimal, names)) and (counts or decimals)
+        [own, *others] = ([self.decimal in f for f in row] for row in (names, below, *rows[2:]))
+        waves = len(own) > 1 and all(own) and not any(map(any, others))
         is_text = "text" in values
-        if values and not is_text and (like or values == {"number"}) and not (whole or index):
+        unlike = index or (distinct and (years or waves))
+        if values and not (is_text or unlike) and (like or values == {"number"}):
             return ()
         is_header = is_text and not (len(rows) > 1 and like and values - {"text"})
         if not distinct or not (is_header or (index and rows[-1][0] == str(len(rows) - 2))):
@@ -141,13 +144,13 @@ class CsvFile:
             try:
                 for line, text in enumerate(file, 1):
                     if "\0" in text:
-                        raise self._fault(f"line {line} holds a NUL byte, as UTF-16 does")
+                        raise self._fault(f"line {line} holds a NUL byte; save it as UTF-8")
                     yield text
             except UnicodeDecodeError as error:
                 line += 1 + error.object[: error.start].count(b"\n")
                 raise self._fault(
                     f"line {line} is no {error.encoding.upper()}; is it WINDOWS-1252, as Excel"
-                    " does? Save it as UTF-8"
+                    " writes? Save it as UTF-8"
                 ) from error
 
     def _fault(self, text: str) -> DataError:
@@ -278,7 +281,7 @@ class CsvFile:
         return self._fault(
             f"line {next(islice(self._records(), row + index, None))[0]}, column '{name}' holds"
             f" {texts[index].as_py().strip()[:40]!r}, expected"
-            f" {_EXPECTED.get(kind, 'a time stamp, such as 2020-03-09, day and month distinct')};"
+            f" {_EXPECTED.get(kind, 'a time stamp of a clear day and month, as 2020-03-09')};"
             " or leave the column out"
         )
 

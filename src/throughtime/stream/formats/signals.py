@@ -43,7 +43,7 @@ class AudioFile(Table):
         # 2**32 - 1: written by programs that could not seek back
         if size != 0xFFFFFFFF and length < promised:
             raise DataError(
-                f"{path}: holds {length} bytes, its header promises {promised}: is cut short"
+                f"{path}: holds {length} bytes, its header promises {promised}; copy it again"
             )
         with unreadable(f"{path}: not a readable sound file"):
             self._file = file = soundfile.SoundFile(path)
@@ -108,7 +108,7 @@ class EdfFile(Table):
             if label not in ("EDF Annotations", "BDF Annotations")
         }
         if not signals or not duration > 0:
-            raise DataError(f"{path}: holds no signal")
+            raise DataError(f"{path}: holds no signal, or records without duration")
         rates = [sizes[i] for i in signals.values()]
         self._size = max(rates, key=lambda size: size * rates.count(size))
         self._signals = {name: i for name, i in signals.items() if sizes[i] == self._size}

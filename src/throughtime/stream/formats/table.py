@@ -68,7 +68,7 @@ class Table:
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         """Rows `start` to before `stop` of `columns`, side by side: `(n, D)`, read-only."""
         if start < 0 or stop < 0:
-            raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
+            raise DataError(f"{self.path}: rows {start} to {stop} asked for, expected 0 or more")
         stop = min(stop, self.length)
         if not self.length:
             return np.empty((0, len(columns)))
@@ -97,12 +97,10 @@ def stamp(path: Path) -> tuple[int, int]:
 
     Cost: a few microseconds on a local disk.
     """
-    try:
+    with unreadable(
+        f"{path}: is gone since it was opened", "do not move what is played", (OSError,)
+    ):
         status = path.stat()
-    except OSError as error:
-        raise DataError(
-            f"{path}: is gone since it was opened ({error.strerror}); do not move what is played"
-        ) from error
     return status.st_size, status.st_mtime_ns
 
 
