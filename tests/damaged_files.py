@@ -20,9 +20,10 @@ import edfio
 import h5py
 import netCDF4
 import numpy as np
+import pyarrow as pa
 import soundfile
 import zarr
-from pyarrow import feather, parquet
+from pyarrow import parquet
 
 from format_files import FORMATS
 from throughtime.errors import DataError
@@ -82,7 +83,7 @@ def parquet_columns(path: Path) -> Columns:
 
 
 def arrow_columns(path: Path) -> Columns:
-    return columns_of(feather.read_table(path, memory_map=False))
+    return columns_of(pa.ipc.open_file(pa.OSFile(str(path))).read_all())
 
 
 def columns_of(table: Any) -> Columns:

@@ -210,7 +210,7 @@ def test_a_killed_writer_leaves_no_broken_file(tmp_path: Path, cache: Path) -> N
 def test_without_a_writable_folder_another_is_asked_for(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file where the folder would be")
     path = write(tmp_path / "r.csv", numbers())
-    with pytest.raises(DataError, match=r"converted in .* Another folder .* is THROUGHTIME_CACHE"):
+    with pytest.raises(DataError, match=r"converted in .* THROUGHTIME_CACHE sets another folder"):
         open_table(path)
 
 
@@ -224,7 +224,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     )
     done = elsewhere(code, path, **of(cache))
     assert done.code == 1
-    assert "or is the disk full?" in done.errors
+    assert "or the disk full?" in done.errors
     assert cached(cache) == []
 
 
