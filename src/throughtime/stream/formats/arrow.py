@@ -174,8 +174,9 @@ def converted(path: Path, source: Callable[[], Batches], options: str = "") -> T
     Raises:
         DataError: the file cannot be read, or changes meanwhile; or the cache folder not written.
 
-    Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk, in `$THROUGHTIME_CACHE` or
-    `throughtime` in the user's cache folder. A file of at most 256 kB is held in memory.
+    Cost: once, some 200 MB/s, of CSV 10 to 40, and about as many bytes on the disk, in
+    `$THROUGHTIME_CACHE` or `throughtime` in the user's cache folder. A file of at most 256 kB is
+    held in memory.
     """
     chosen = os.environ.get("THROUGHTIME_CACHE")
     folder = Path(chosen or user_folder("cache", {"darwin": "Library/Caches"}))
