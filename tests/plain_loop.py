@@ -80,13 +80,14 @@ def plain_loop(
 
 
 LENGTHS = (61, 34, 50, 8, 3)
+WINDOWS = tt.Truncated(7, 25)
 
 
 @dataclass(frozen=True)
 class Course:
     """Two epochs; `resume`: stopped after so many updates, and resumed in new objects."""
 
-    gradient: Any = tt.Truncated(7, 25)
+    gradient: Any = WINDOWS
     accumulate: int = 1
     clip: float | None = None
     bfloat16: bool = False
