@@ -200,13 +200,6 @@ def by_accident(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).abs().mean()
 
 
-def test_pairs_by_accident_are_refused_before_a_gradient() -> None:
-    net, stream = net_and_stream()
-    with pytest.raises(ModelError, match="pairs each row"):
-        next(tt.updates(net, stream, by_accident, gradient=tt.Truncated(10)))
-    assert all(weight.grad is None for weight in net.parameters())
-
-
 def test_statistics_of_all_rows_are_no_pairs() -> None:
     assert not pairs_rows(ranking, *numbers()(100, torch.float64))
 

@@ -31,7 +31,6 @@ from throughtime.gradient import (
     Probe,
     Progress,
     Update,
-    UpdatePolicy,
     Window,
     executor,
 )
@@ -165,20 +164,8 @@ def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
 
 
 @dataclass(frozen=True)
-class EveryStride:
-    """Truncation after every stride, written as a user would write it."""
-
-    stride: int
-
-    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
-        steps = source.remaining(self.stride)
-        stop = at.step + steps
-        return Window(at.step, at.step, at.step, stop, stop) if steps else None, at.memory
-
-
-@dataclass(frozen=True)
 class ByHand:
-    """`EveryStride` as a policy that no window describes; counts its updates."""
+    """Truncation after every stride as a policy that no window describes; counts its updates."""
 
     stride: int
 
@@ -221,11 +208,8 @@ def test_a_gate_of_ones_own_gets_the_credit_between_segments() -> None:
     assert apart(found, gradients(net)) < 1e-12
 
 
-@pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])
-def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit(
-    policy: Policy | UpdatePolicy,
-) -> None:
-    net = named("hides-layer").net()
+def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit() -> None:
+    net, policy = named("hides-layer").net(), ByHand(5)
     results = policy_gradients(net, stream(8), policy)
     assert deviation(results, policy_gradients(net, stream(8), tt.Truncated(5))) == 0
     through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)

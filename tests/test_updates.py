@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LinearLR
 import throughtime as tt
 from strategies import (
     HidesLayer,
-    LearntStart,
     TensorState,
     inputs,
     named,
@@ -410,13 +409,3 @@ def test_loop_of_many_updates_holds_no_growing_graph() -> None:
             nodes = live_nodes() - before  # this collects what is no more used
             alive.append((nodes, sum(issubclass(type(t), Tensor) for t in gc.get_objects())))
     assert alive == [(0, alive[0][1])] * 3
-
-
-def test_autocast_keeps_the_state_in_the_type_of_the_weights() -> None:
-    net = tt.carry(LearntStart())
-    chunk = Chunk.from_tensors(inputs(40, 1).float(), torch.zeros(40, 1, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
-            assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
-            assert update.outputs.dtype == torch.bfloat16
-            assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
