@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, every_policy, policy_gradients
 from strategies import apart, gradients, named, recordings, seeds, start, weights
-from test_updates import RESUMED, run_and_resume, same_bits
+from test_updates import RESUMED, run_and_save, same_bits, trained
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
@@ -212,5 +212,5 @@ def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit
     net, policy = named("hides-layer").net(), ByHand(5)
     results = policy_gradients(net, stream(8), policy)
     assert deviation(results, policy_gradients(net, stream(8), tt.Truncated(5))) == 0
-    through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)
-    assert same_bits(through, resumed)
+    checkpoints, whole = run_and_save(RESUMED["rotation"], policy)
+    assert same_bits(trained(RESUMED["rotation"](), policy, checkpoints[2]), whole)
