@@ -67,8 +67,8 @@ def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
         ("logger", "enable_progress_bar", "enable_model_summary"), False
     )
     settings |= {"callbacks": [*callbacks], "enable_checkpointing": bool(callbacks)}
-    settings |= {"max_epochs": 2, **options}
-    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **settings)
+    settings |= {"max_epochs": 2, "devices": 1, **options}
+    return Trainer(accelerator="cpu", default_root_dir=folder, **settings)
 
 
 def fitted(

@@ -107,8 +107,10 @@ def states_for(net: nn.RNNBase, lanes: int = LANES) -> tuple[Tensor, ...]:
     )
 
 
-def called(net: nn.RNNBase, x: Any, states: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    y, after = net(x, states if isinstance(net, nn.LSTM) else states[0])
+def called(
+    net: nn.RNNBase, x: Any, states: tuple[Tensor, ...], *resets: Tensor
+) -> tuple[Any, tuple[Tensor, ...]]:
+    y, after = net(x, states if isinstance(net, nn.LSTM) else states[0], *resets)
     return y, after if isinstance(after, tuple) else (after,)
 
 
@@ -128,12 +130,6 @@ def gradients_apart(found: Trace, expected: Seen, loss: Tensor) -> float:
         worst = max(worst, (found[name][t] - gradient.norm(dim=1)).abs().max().item())
         assert len(found[name]) == len(expected[name])
     return worst
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "batch-first": {"batch_first": True},
-    "both-ways": {"bias": False, "bidirectional": True, "num_layers": 2},
-}
 
 
 def check(
@@ -156,45 +152,37 @@ def check(
     assert gradients_apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
 
 
-@pytest.mark.covering
-@every_kind
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=needs_kernels)])
-def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
-    kind: str, options: dict[str, Any], fuse: bool
-) -> None:
-    net = layer(kind, **options)
-    if fuse:
-        tt.fuse(net)
-    x, states = inputs(STEPS, LANES).requires_grad_(), states_for(net)
-
-    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
-        if not net.batch_first:
-            return called(net, x, states)
-        y, after = called(net, x.transpose(0, 1), states)
-        return y.transpose(0, 1), after
-
-    leaves = [x, *states, *net.parameters()]
-    check(net, leaves, run, lambda: unrolled(net, x, states))
+# how it runs, resets, and the layer's own options
+WAYS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "plain, batch first": ("plain", False, {"batch_first": True}),
+    "both ways": ("fused", False, {"bias": False, "bidirectional": True, "num_layers": 2}),
+    "resets": ("fused", True, {}),
+    "resets by torch.nn": ("torch.nn", True, {}),
+}
 
 
 @needs_kernels
-@pytest.mark.covering
 @every_kind
-@pytest.mark.parametrize("runs", ["fused", "torch.nn"])
-def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, resetting, options = WAYS[way]
     if runs == "torch.nn":  # as in half precision, or where the kernels are missing
         monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
-    net, x = tt.fuse(layer(kind)), inputs(STEPS, LANES).requires_grad_()
+    net, x = layer(kind, **options), inputs(STEPS, LANES).requires_grad_()
+    net = net if runs == "plain" else tt.fuse(net)
     states, resets = states_for(net), torch.zeros(STEPS, LANES, dtype=torch.bool)
     resets[0, 0] = resets[4, 1] = resets[7, :2] = True
+    given = (resets,) if resetting else ()
 
     def run() -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, after = net(x, states if kind == "lstm" else states[0], resets)
-        return y, after if isinstance(after, tuple) else (after,)
+        turned = x.transpose(0, 1) if net.batch_first else x
+        y, after = called(net, turned, states, *given)
+        return y.transpose(0, 1) if net.batch_first else y, after
 
     leaves = [x, *states, *net.parameters()]
-    check(net, leaves, run, lambda: unrolled(net, x, states, resets))
+    check(net, leaves, run, lambda: unrolled(net, x, states, *given))
 
 
 CELLS = {
