@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, every_policy, policy_gradients
-from strategies import apart, gradients, named, recordings, seeds, start, weights
+from strategies import apart, gradients, named, recordings, seeds, start
 from test_updates import RESUMED, run_and_save, same_bits, trained
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError, DataError, ModelError, RunError
+from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import (
     Objective,
     Policy,
@@ -94,16 +94,6 @@ def test_settings_that_no_plan_can_serve_are_refused() -> None:
     for make in WRONG:
         with pytest.raises(ConfigError):
             make()
-
-
-@every_policy
-def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(policy: Policy) -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0)
-    data.targets[13] = torch.nan
-    before = weights(net)
-    with pytest.raises(RunError, match="is not finite"):
-        list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
-    assert apart(weights(net), before) == 0
 
 
 def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead() -> None:

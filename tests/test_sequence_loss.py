@@ -204,6 +204,7 @@ def same(ours: list[Answer], theirs: list[Answer]) -> None:
         torch.testing.assert_close(our.grads, their.grads, rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_updates_are_those_of_autograd(name: str, policy: Any) -> None:

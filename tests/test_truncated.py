@@ -5,7 +5,6 @@ That its gradient equals plain autograd is tested by test_random_updates.py.
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ import torch
 from torch import nn
 
 import throughtime as tt
-from policy_data import PolicyData, plain, policy_gradients
-from strategies import HidesLayer, apart, named, recordings, start, states_apart
+from strategies import named, recordings
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
-
-EXACT = 1e-11
 
 
 def refused(source: Any) -> None:
@@ -49,25 +45,3 @@ def test_chunks_that_are_not_adjacent_are_refused() -> None:
     for source, reason in sources:
         with pytest.raises(DataError, match=reason):
             refused(source)
-
-
-@pytest.mark.parametrize("policy", [tt.Truncated(3), tt.Truncated(3, 10)], ids=str)
-def test_stride_without_valid_step_yields_nothing_but_carries_the_state(policy: Any) -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
-    mask = torch.zeros(24, 2, dtype=torch.bool)
-    mask[9, 1] = mask[22] = True
-    chunk = Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
-    run = tt.updates(net, [chunk[:23]], nn.MSELoss(), gradient=policy)
-    assert [update.steps for update in run] == [1, 2]
-    _, end = net(data.x[:23], start(net, data.x))
-    assert states_apart(run.state, end) < EXACT
-
-
-@pytest.mark.parametrize("column", [False, True], ids=["targets (N,)", "targets (N, 1)"])
-def test_one_column_matches_with_and_without_its_dimension(column: bool) -> None:
-    net, data = tt.carry(HidesLayer(outputs=1).double()), PolicyData.draw(10, 2, 0, masked=0.4)
-    targets = data.targets[:, :, :1] if column else data.targets[:, :, 0]
-    chunk = Chunk.from_tensors(data.x, targets, mask=data.mask)
-    ((_, _, results),) = policy_gradients(net, [chunk], tt.Truncated(10))
-    ((_, _, expected),) = plain(net, replace(data, targets=data.targets[:, :, :1]))
-    assert apart(results, expected) < EXACT
