@@ -204,3 +204,25 @@ def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit
     assert deviation(results, policy_gradients(net, stream(8), tt.Truncated(5))) == 0
     checkpoints, whole = run_and_save(RESUMED["rotation"], policy)
     assert same_bits(trained(RESUMED["rotation"](), policy, checkpoints[2]), whole)
+
+
+def moved(chunk: Chunk) -> Chunk:
+    """The chunk with one lane a step later."""
+    position = chunk.position + torch.tensor([0, 1])
+    own = chunk.inputs, chunk.targets
+    return Chunk.from_tensors(*own, recording=chunk.recording, position=position)
+
+
+def test_chunks_that_are_not_adjacent_are_refused() -> None:
+    first, second, third, *_ = tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None)
+    other = list(tt.Stream(recordings([40]), 1, 5))[1]
+    sources: list[tuple[list[Any], str]] = [
+        ([first, third], "lane 0 jumps from recording 0, step 4 to"),
+        ([first, moved(second)], "lane 1 jumps from recording 1, step 4 to recording 1, step 6"),
+        ([first, other], "a chunk of 1 lanes follows one of 2"),
+        ([(torch.zeros(5, 2, 3), torch.zeros(5, 2))], "expected a Chunk"),
+        ([], "gave no chunk"),
+    ]
+    for source, reason in sources:
+        with pytest.raises(DataError, match=reason):
+            policy_gradients(named("hides-layer").net(), source, tt.Truncated(5))

@@ -85,6 +85,11 @@ def test_what_cannot_be_measured_is_refused() -> None:
             tt.settling_time(net, signals(steps)[0], **settings)
 
 
+def test_dropout_is_off_meanwhile() -> None:
+    net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(WIDE))
+    assert tt.settling_time(net, signals(500)[0], span=100).unsettled == 0
+
+
 def export(folder: Path, name: str, **more: Any) -> tuple[Export, dict[str, Any]]:
     """The result of an export, and what the file says of itself."""
     torch.manual_seed(0)
