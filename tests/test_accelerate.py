@@ -58,14 +58,14 @@ def train(
     accelerator = accelerator or Accelerator(cpu=True, mixed_precision=kind)
     accelerator.gradient_accumulation_steps = course.accumulate
     done = 0
-    for seed, stop in ((5, course.resume), (99, 1_000)):
+    for seed, stop in ((5, course.resume), (99, -1)) if course.resume else ((5, -1),):
         accelerator.free_memory()
         accelerator._custom_objects.clear()  # what a new process would not have
         net, optimizer, scheduler = prepare(accelerator, *parts(course))
         stream = course.stream(lanes)
         run = updates(accelerator, net, stream, LOSS, gradient=course.gradient)
         accelerator.register_for_checkpointing(run)
-        torch.manual_seed(seed if course.resume else 5)
+        torch.manual_seed(seed)
         if done:
             accelerator.load_state(str(folder))
         while done != stop and stream.epoch < 2:

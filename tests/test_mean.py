@@ -101,7 +101,6 @@ MEANS: dict[str, tuple[Loss, Data]] = {
     "BCE with logits, pos_weight": (Weighted(nn.BCEWithLogitsLoss, "pos_weight"), bits),
     "root in training": (RootInTraining(), numbers()),
     "dropout": (DropsOut(), numbers()),
-    "noise": (lambda o, t: (o + 0.3 * torch.randn_like(o) - t).abs().mean(), numbers()),
 }
 OTHERS: dict[str, tuple[Loss, Data]] = {
     "sum": (lambda o, t: (o - t).abs().sum(), numbers()),

@@ -4,7 +4,7 @@ The reference plays the carried net over the last steps of each window, and call
 all of a window, or once for each run of a recording.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,34 +111,19 @@ def call(fn: Any, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     return result * weight, weight
 
 
-def runs_of(chunk: Any) -> Iterator[tuple[int, int, int]]:
-    """Lane, first step and end of each run of a recording."""
-    for lane in range(chunk.lanes):
-        begin = 0
-        for t in range(1, chunk.steps + 1):
-            if t == chunk.steps or chunk.resets[t, lane] or chunk.recording[t, lane] < 0:
-                if chunk.recording[begin, lane] >= 0:
-                    yield lane, begin, t
-                begin = t
-
-
 def total(loss: Loss, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     """The loss of a window, and its weight."""
     if loss.over == "window":
         parts = [call(loss.fn, outputs, chunk)]
     else:
         parts = [
-            call(loss.fn, cut(outputs, lane, begin, end), chunk[begin:end].lane(lane))
-            for lane, begin, end in runs_of(chunk)
+            call(loss.fn, {name: y[at] for name, y in outputs.items()}, run)
+            for at, run in chunk.runs()
         ]
     weight = sum(weight for _, weight in parts)
     sums = torch.stack([s for s, _ in parts])
     used = torch.tensor([w > 0 for _, w in parts])
     return sums[used].sum() / max(weight, 1e-9), weight
-
-
-def cut(outputs: Any, lane: int, begin: int, end: int) -> Any:
-    return {name: y[begin:end, lane : lane + 1] for name, y in outputs.items()}
 
 
 class Answer(NamedTuple):
