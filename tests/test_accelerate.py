@@ -53,34 +53,40 @@ def parts(course: Course = OF_RANKS) -> tuple[Any, ...]:
 def train(
     course: Course, folder: Path, accelerator: Accelerator | None = None, lanes: int = 2
 ) -> Tensor:
-    """In new objects from update `resume` on."""
+    """The weights and the learning rate at the end."""
     kind = "bf16" if course.bfloat16 else "no"
     accelerator = accelerator or Accelerator(cpu=True, mixed_precision=kind)
     accelerator.gradient_accumulation_steps = course.accumulate
-    done = 0
-    for seed, stop in ((5, course.resume), (99, -1)) if course.resume else ((5, -1),):
-        accelerator.free_memory()
-        accelerator._custom_objects.clear()  # what a new process would not have
-        net, optimizer, scheduler = prepare(accelerator, *parts(course))
-        stream = course.stream(lanes)
-        run = updates(accelerator, net, stream, LOSS, gradient=course.gradient)
-        accelerator.register_for_checkpointing(run)
-        torch.manual_seed(seed)
-        if done:
-            accelerator.load_state(str(folder))
-        while done != stop and stream.epoch < 2:
-            for _ in run:
-                if course.clip:
-                    accelerator.clip_grad_norm_(net.parameters(), course.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-                done += 1
-                if done == stop:
-                    break
-        if done == stop:
-            accelerator.save_state(str(folder))
-            accelerator.wait_for_everyone()
+    if course.resume:
+        part(course, folder, accelerator, lanes, 0, course.resume)
+    return part(course, folder, accelerator, lanes, course.resume, -1)
+
+
+def part(
+    course: Course, folder: Path, accelerator: Accelerator, lanes: int, done: int, stop: int
+) -> Tensor:
+    """From update `done` on, in new objects."""
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()  # what a new process would not have
+    net, optimizer, scheduler = prepare(accelerator, *parts(course))
+    stream = course.stream(lanes)
+    run = updates(accelerator, net, stream, LOSS, gradient=course.gradient)
+    accelerator.register_for_checkpointing(run)
+    torch.manual_seed(99 if done else 5)
+    if done:
+        accelerator.load_state(str(folder))
+    while done != stop and stream.epoch < 2:
+        for _ in run:
+            if course.clip:
+                accelerator.clip_grad_norm_(net.parameters(), course.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            done += 1
+            if done == stop:
+                accelerator.save_state(str(folder))
+                accelerator.wait_for_everyone()
+                break
     return torch.cat([flat(net), torch.tensor(scheduler.get_last_lr())])
 
 

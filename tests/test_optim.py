@@ -248,7 +248,8 @@ EVENTS = other_state, moved_and_wider, without_gradient, joined, scheduled, rate
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
 def test_what_happens_before_a_step_is_followed(event: Callable[..., None], rule: str) -> None:
     dtype = torch.float32 if event is moved_and_wider else torch.float64
-    race = Race(rule, dtype, **{"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {})
+    options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}
+    race = Race(rule, dtype, **options)
     for step in range(9):
         for params, optimizer in race.sides:
             set_grads(params, step)
