@@ -14,7 +14,7 @@ from test_lightning_stream import Module, trainer_of
 from throughtime.integrations.lightning import Loader
 
 COURSE = Course(accumulate=2, clip=0.5, dropout=0)
-LANES, RESUME = 4, 7  # of all ranks; the update after which a training goes on
+LANES, RESUME = 4, 9  # of all ranks; the update after which a training goes on
 
 
 def main(folder: Path, ranks: int) -> None:

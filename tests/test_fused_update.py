@@ -160,6 +160,16 @@ class Pair(Plain):
         return self.head(y), (h, c)
 
 
+class OwnZeros(Plain):
+    def start(self, x: Tensor) -> Any:
+        zeros = torch.zeros(1, x.size(1), 9, dtype=x.dtype)
+        return zeros, zeros
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x, self.start(x))
+        return self.head(y)
+
+
 class Front(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.lift(self.norm(x)))
@@ -204,6 +214,7 @@ IN_ONE_CALL: dict[str, Make] = {
     "batch first": lambda: Plain(tt.nn.GRU, batch_first=True),
     "state": State,
     "pair": Pair,
+    "own zeros": OwnZeros,
     "front": Front,
     "loops": Loops,
 }
@@ -371,6 +382,11 @@ def test_what_may_compute_something_else_is_run_with_a_graph(
     found = course()
     assert not calls
     assert_same(found, by_graph(course))
+
+
+def test_dropout_between_layers_is_fused_in_evaluation_mode(calls: list[str]) -> None:
+    epoch(carried(dropout_between).eval())
+    assert calls
 
 
 def test_a_traced_update_is_made_by_the_graph_and_trains_alike(calls: list[str]) -> None:
