@@ -7,70 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
 
-import throughtime as tt
-from strategies import recordings
-from throughtime.integrations.lightning import Loader, StreamModule
+from plain_loop import Course, flat
+from test_lightning_stream import Module, trainer_of
+from throughtime.integrations.lightning import Loader
 
-LANES = 4  # of all ranks
-LENGTHS = (150, 90, 205, 33, 160, 7)
-
-
-class Module(StreamModule):
-    """Trained with Adam."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), 1e-2)
-
-
-def module() -> Module:
-    torch.manual_seed(1)
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
-    return Module(net, nn.MSELoss(), gradient=tt.Truncated(5, 25), clip=0.5, accumulate=2)
-
-
-def loader(ranks: int, seed: int = 0) -> Loader:
-    """Made before there is a process group, as a script does whose processes Lightning starts."""
-    return Loader(
-        tt.Stream(recordings(LENGTHS, seed=seed, outputs=1), LANES // ranks, 10), chunks=3
-    )
-
-
-def trainer(folder: Path, ranks: int, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    settings: dict[str, Any] = {
-        **quiet,
-        "max_epochs": 3,
-        "devices": ranks,
-        "strategy": "ddp" if ranks > 1 else "auto",
-        **options,
-    }
-    return Trainer(accelerator="cpu", default_root_dir=folder, **settings)
-
-
-def weights(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+COURSE = Course(accumulate=2, clip=0.5, dropout=0)
+LANES, RESUME = 4, 9  # of all ranks; the update after which a training goes on
 
 
 def main(folder: Path, ranks: int) -> None:
     """Weights and losses by name."""
-    net, fit = module(), trainer(folder, ranks, enable_checkpointing=False)
-    fit.fit(net, loader(ranks), loader(ranks, seed=3))
+    options: dict[str, Any] = {"max_epochs": 3, "devices": ranks}
+    options["strategy"] = "ddp" if ranks > 1 else "auto"
+
+    def loader() -> Loader:
+        """Made before there is a process group, as by a script whose processes Lightning starts."""
+        return Loader(COURSE.stream(LANES // ranks), chunks=3)
+
+    first, again, trainer = Module(COURSE), Module(COURSE), trainer_of(folder, **options)
+    trainer.fit(first, loader(), loader())
     results: dict[str, Any] = {
-        "weights": weights(net),
-        "updates": fit.global_step,
-        "logged": {k: v.item() for k, v in fit.callback_metrics.items()},
+        "weights": flat(first.net),
+        "updates": trainer.global_step,
+        "logged": {k: v.item() for k, v in trainer.callback_metrics.items()},
     }
-    saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    trainer(folder, ranks, callbacks=[saver], max_steps=21).fit(module(), loader(ranks))
-    again = module()
-    trainer(folder, ranks, enable_checkpointing=False).fit(
-        again, loader(ranks), loader(ranks, seed=3), ckpt_path=folder / "step=21.ckpt"
-    )
-    results["resumed"] = weights(again)
+    saver = ModelCheckpoint(folder, every_n_train_steps=RESUME, save_top_k=-1, filename="{step}")
+    trainer_of(folder, saver, **options, max_steps=RESUME).fit(Module(COURSE), loader())
+    path = folder / f"step={RESUME}.ckpt"
+    trainer_of(folder, **options).fit(again, loader(), loader(), ckpt_path=path)
+    results["resumed"] = flat(again.net)
     torch.save(results, folder / f"{torch.distributed.get_rank() if ranks > 1 else 0}.pt")
 
 

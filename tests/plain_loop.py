@@ -1,12 +1,17 @@
-"""The loop of updates that adapters must equal, written out."""
+"""The loop of updates that adapters must equal, written out, and the trainings they must equal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import pytest
+import torch
+from torch import Tensor, nn
 
 import throughtime as tt
+from strategies import recordings
 from throughtime.carry import Carried
 from throughtime.chunk import Source
 from throughtime.gradient import Policy, Probe, Progress, UpdatePolicy, Window
@@ -72,3 +77,80 @@ def plain_loop(
                 break
         policy_state = run.policy_state
     return records
+
+
+LENGTHS = (61, 34, 50, 8, 3)
+WINDOWS = tt.Truncated(7, 25)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Two epochs; `resume`: stopped after so many updates, and resumed in new objects."""
+
+    gradient: Any = WINDOWS
+    accumulate: int = 1
+    clip: float | None = None
+    bfloat16: bool = False
+    resume: int = 0
+    dropout: float = 0.3
+    decay: float = 1.0  # of the learning rate, with every update
+    cached: bool = True  # what autocast casts
+
+    def net(self) -> Carried:
+        torch.manual_seed(1)
+        layers = nn.LSTM(3, 4), nn.Dropout(self.dropout), nn.Linear(4, 1)
+        return tt.carry(nn.Sequential(*layers)).to(self.dtype)
+
+    def stream(self, lanes: int = 2) -> tt.Stream:
+        return tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.bfloat16 else torch.float64
+
+
+COURSES = {
+    "horizon": Course(),
+    "exact": Course(tt.Exact(chunk=9)),
+    "growing": Course(Growing(4)),
+    "accumulated, clipped": Course(accumulate=3, clip=0.05),
+    "bfloat16": Course(bfloat16=True),
+    "resumed": Course(resume=7),
+    "growing, resumed": Course(Growing(4), resume=13),
+}
+every_course = pytest.mark.parametrize("course", COURSES.values(), ids=COURSES)
+
+
+def adam(net: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def flat(net: nn.Module) -> Tensor:
+    """All weights."""
+    return torch.cat([weight.detach().cpu().flatten() for weight in net.parameters()])
+
+
+@cache
+def by_hand(course: Course, stop: float | None = None) -> Tensor:
+    """The weights that the loop comes to."""
+    net = course.net()
+    optimizer = adam(net)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, course.decay)
+    options: Any = {"accumulate": course.accumulate, "clip": course.clip, "after": schedule.step}
+    torch.manual_seed(5)
+    kind, on = torch.bfloat16, course.bfloat16
+    with torch.autocast("cpu", kind, enabled=on, cache_enabled=course.cached):
+        plain_loop(net, course.stream(), optimizer, course.gradient, epochs=2, stop=stop, **options)
+    return flat(net)
+
+
+def check(train: Callable[[Course, Path], Tensor], course: Course, folder: Path) -> None:
+    """An adapter comes to the same bits, and to others where the course has no options."""
+    found, expected = train(course, folder), by_hand(course)
+    if course.bfloat16:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+    other = by_hand(Course(course.gradient)).to(found.dtype)
+    changed = course.bfloat16 or course.accumulate > 1 or course.decay < 1
+    assert ((found - other).abs().max() > 1e-5) == changed

@@ -85,22 +85,6 @@ class NamedTupleState(Rotation):
         return y, Pair(h, layers)
 
 
-@dataclass(frozen=True)
-class Memory:
-    h: Tensor
-    total: Tensor
-
-
-class DataclassState(Rotation):
-    """Besides `h` it keeps a running sum of its inputs."""
-
-    def forward(self, x: Tensor, state: Memory | None = None) -> tuple[Tensor, Memory]:
-        state = Memory(self.zeros(x), x.new_zeros(x.shape[1], FEATURES)) if state is None else state
-        sums = state.total + x.cumsum(0)
-        y, h = self.play(x + 0.1 * sums, state.h)
-        return y, Memory(h, sums[-1])
-
-
 class LearntStart(Rotation):
     """Its recordings start from a parameter."""
 

@@ -29,7 +29,6 @@ from strategies import (
     gradients,
     named,
     recordings,
-    remembering,
 )
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
@@ -111,15 +110,17 @@ def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused()
 
 
 class Roots(nn.Module):
-    """`sqrt(|w x|)` has no gradient to `w` where x is zero."""
+    """Has no gradient to `scale` where inputs are zero; to its first and its last weight it has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = nn.RNN(FEATURES, HIDDEN)
+        self.rnn = nn.GRU(FEATURES, HIDDEN)
         self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.head = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn((self.scale * x).abs().sqrt())[0]
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        y, state = self.rnn(x, state)
+        return self.head(y) + (self.scale * x).abs().sqrt().sum(2, keepdim=True), state
 
 
 def rootless(*zeros: int) -> tt.Stream:
@@ -154,7 +155,7 @@ def test_chunk_named_is_the_first_with_such_a_loss_else_the_last_with_such_a_gra
 
     Else the gradient did, on its way back from the end.
     """
-    net = tt.carry(remembering(Roots()))
+    net = tt.carry(Roots().double())
     with pytest.raises(
         RunError,
         match=rf"in the chunk of steps {steps} of the epoch .*, whose part of the loss is {loss}\.",
@@ -163,23 +164,9 @@ def test_chunk_named_is_the_first_with_such_a_loss_else_the_last_with_such_a_gra
     assert all(p.grad is None for p in net.parameters())
 
 
-class RootsBetween(nn.Module):
-    """Its first and its last weight have a finite gradient where the inputs are zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(FEATURES, HIDDEN)
-        self.scale = nn.Parameter(torch.ones(FEATURES))
-        self.head = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        y, state = self.rnn(x, state)
-        return self.head(y) + (self.scale * x).abs().sqrt().sum(2, keepdim=True), state
-
-
 @every_policy
 def test_every_weight_is_checked_and_gradients_are_as_before(policy: Policy) -> None:
-    net = tt.carry(RootsBetween().double())
+    net = tt.carry(Roots().double())
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     own = [p.grad for p in net.parameters()]

@@ -40,11 +40,6 @@ def detached(state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return state[0].detach(), state[1].detach()
 
 
-def one_chunk(steps: int = 20) -> Drawing:
-    net = Net()
-    return draw(net.chunk(steps, net.initial())[0], net)
-
-
 def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Drawing:
     """The graph of the second of two chunks, or of both losses, with the state altered between."""
     net = Net()
@@ -82,7 +77,6 @@ def losses_on_the_way() -> Drawing:
 
 # The graph; the steps of its chunks; its red crossings; how many more cross.
 KNOWN: dict[str, tuple[Callable[[], Drawing], list[int], list[tuple[int, int]], int]] = {
-    "one chunk": (one_chunk, [20], [], 0),
     "two chunks, not cut": (lambda: two_chunks(lambda state: state), [10, 12], [(0, 1)], 0),
     "two chunks, cut, the second loss": (lambda: two_chunks(detached), [12], [], 0),
     "two chunks, one graph, both losses": (

@@ -282,10 +282,8 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(tmp_path: Pat
     whole = by_hand(data, build(), carry=True)
 
     def begun() -> tuple[Engine, dict[str, Any]]:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = create_supervised_tbptt_trainer(model, optimizer, nn.MSELoss(), 4, carry=True)
-        return trainer, {"trainer": trainer, "model": model, "optimizer": optimizer}
+        trainer, model = trainer_of(carry=True)
+        return trainer, {"trainer": trainer, "model": model}
 
     trainer, to_save = begun()
     trainer.add_event_handler(

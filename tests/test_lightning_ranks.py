@@ -43,7 +43,7 @@ def results(ranks: int) -> list[dict[str, Any]]:
 def test_two_ranks_give_the_weights_and_losses_of_one_process_and_resume_to_the_bit() -> None:
     (alone,) = results(1)
     for values in results(2):
-        assert values["updates"] == alone["updates"] > 20
+        assert values["updates"] == alone["updates"] > 12
         assert (values["weights"] - alone["weights"]).abs().max() < 1e-10
         assert values["logged"] == pytest.approx(alone["logged"], rel=1e-6)
         assert torch.equal(values["resumed"], values["weights"])

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, every_policy, policy_gradients
-from strategies import apart, gradients, named, recordings, seeds, start, weights
-from test_updates import RESUMED, run_and_resume, same_bits
+from strategies import apart, gradients, named, recordings, seeds, start
+from test_updates import RESUMED, run_and_save, same_bits, trained
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError, DataError, ModelError, RunError
+from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import (
     Objective,
     Policy,
     Probe,
     Progress,
     Update,
-    UpdatePolicy,
     Window,
     executor,
 )
@@ -97,16 +96,6 @@ def test_settings_that_no_plan_can_serve_are_refused() -> None:
             make()
 
 
-@every_policy
-def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(policy: Policy) -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0)
-    data.targets[13] = torch.nan
-    before = weights(net)
-    with pytest.raises(RunError, match="is not finite"):
-        list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
-    assert apart(weights(net), before) == 0
-
-
 def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead() -> None:
     net = named("hides-layer").net()
     once: Any = iter(list(stream(5)))
@@ -165,20 +154,8 @@ def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
 
 
 @dataclass(frozen=True)
-class EveryStride:
-    """Truncation after every stride, written as a user would write it."""
-
-    stride: int
-
-    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
-        steps = source.remaining(self.stride)
-        stop = at.step + steps
-        return Window(at.step, at.step, at.step, stop, stop) if steps else None, at.memory
-
-
-@dataclass(frozen=True)
 class ByHand:
-    """`EveryStride` as a policy that no window describes; counts its updates."""
+    """Truncation after every stride as a policy that no window describes; counts its updates."""
 
     stride: int
 
@@ -221,12 +198,31 @@ def test_a_gate_of_ones_own_gets_the_credit_between_segments() -> None:
     assert apart(found, gradients(net)) < 1e-12
 
 
-@pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])
-def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit(
-    policy: Policy | UpdatePolicy,
-) -> None:
-    net = named("hides-layer").net()
+def test_own_policy_equals_the_truncation_that_it_repeats_and_resumes_to_the_bit() -> None:
+    net, policy = named("hides-layer").net(), ByHand(5)
     results = policy_gradients(net, stream(8), policy)
     assert deviation(results, policy_gradients(net, stream(8), tt.Truncated(5))) == 0
-    through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)
-    assert same_bits(through, resumed)
+    checkpoints, whole = run_and_save(RESUMED["rotation"], policy)
+    assert same_bits(trained(RESUMED["rotation"](), policy, checkpoints[2]), whole)
+
+
+def moved(chunk: Chunk) -> Chunk:
+    """The chunk with one lane a step later."""
+    position = chunk.position + torch.tensor([0, 1])
+    own = chunk.inputs, chunk.targets
+    return Chunk.from_tensors(*own, recording=chunk.recording, position=position)
+
+
+def test_chunks_that_are_not_adjacent_are_refused() -> None:
+    first, second, third, *_ = tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None)
+    other = list(tt.Stream(recordings([40]), 1, 5))[1]
+    sources: list[tuple[list[Any], str]] = [
+        ([first, third], "lane 0 jumps from recording 0, step 4 to"),
+        ([first, moved(second)], "lane 1 jumps from recording 1, step 4 to recording 1, step 6"),
+        ([first, other], "a chunk of 1 lanes follows one of 2"),
+        ([(torch.zeros(5, 2, 3), torch.zeros(5, 2))], "expected a Chunk"),
+        ([], "gave no chunk"),
+    ]
+    for source, reason in sources:
+        with pytest.raises(DataError, match=reason):
+            policy_gradients(named("hides-layer").net(), source, tt.Truncated(5))

@@ -77,6 +77,7 @@ EVALUATIONS: dict[str, Callable[[Carried], Any]] = {
     "evaluate": lambda net: tt.evaluate(net, tt.Stream(SOURCE, 2, 7), nn.MSELoss()),
     "predict": lambda net: tt.predict(net, SOURCE[0], chunk=7),
     "Predictor": lambda net: tt.Predictor(net, lanes=2)(inputs(4, 2)),
+    "settling_time": lambda net: tt.settling_time(net, SOURCE, span=9),
 }
 
 

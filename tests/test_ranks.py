@@ -163,12 +163,11 @@ def steps_apart(rank: int) -> str:
 
 
 def one_fails(rank: int) -> tuple[str, bool]:
-    """Messages of all ranks when one has NaN inputs; are grads and weights unchanged?"""
+    """Messages of all ranks when one has NaN inputs; are grads unchanged?"""
     case = CASES["stride"]
     net = case.net()
     for weight in net.parameters():
         weight.grad = torch.full_like(weight, rank + 1.0)
-    before = [weight.detach().clone() for weight in net.parameters()]
     bad = [
         {
             "inputs": torch.full((30, 3), torch.nan if i == 0 else 1.0).double(),
@@ -178,9 +177,7 @@ def one_fails(rank: int) -> tuple[str, bool]:
     ]
     told = first_update(tt.Stream(bad, 1, 7, seed=None), net)
     kept = all(w.grad is not None and bool((w.grad == rank + 1.0).all()) for w in net.parameters())
-    return told, kept and all(
-        torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)
-    )
+    return told, kept
 
 
 def reduced(rank: int) -> tuple[int, float, list[Tensor | None]]:

@@ -151,6 +151,7 @@ def test_outputs_may_be_changed_in_place(cell: Cell) -> None:
     assert max_difference(*actual) < 1e-12
 
 
+@pytest.mark.covering
 @every_cell
 @pytest.mark.parametrize("kind", ["f64", "f32", "autocast"])
 def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, kind: str) -> None:

@@ -1,10 +1,10 @@
 """Losses of sequences, `tt.SequenceLoss`, equal those of plain autograd, and what is refused.
 
-The reference plays a GRU over the last steps of each window with the state reset by hand, and
-calls the loss once for all of a window, or once for each run of a recording.
+The reference plays the carried net over the last steps of each window, and calls the loss once for
+all of a window, or once for each run of a recording.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,15 +30,9 @@ class Net(nn.Module):
         self.gru = nn.GRU(3, 4)
         self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 2)
 
-    def initial_state(self, lanes: int) -> Tensor:
-        return torch.zeros(1, lanes, 4, dtype=torch.float64)
-
-    def heads(self, hidden: Tensor) -> dict[str, Tensor]:
-        return {"height": self.first(hidden), "kind": self.second(hidden)}
-
-    def forward(self, x: Tensor, h: Tensor) -> Any:
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
         hidden, h = self.gru(x, h)
-        return self.heads(hidden), h
+        return {"height": self.first(hidden), "kind": self.second(hidden)}, h
 
 
 def net_of() -> Carried:
@@ -117,34 +111,19 @@ def call(fn: Any, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     return result * weight, weight
 
 
-def runs_of(chunk: Any) -> Iterator[tuple[int, int, int]]:
-    """Lane, first step and end of each run of a recording."""
-    for lane in range(chunk.lanes):
-        begin = 0
-        for t in range(1, chunk.steps + 1):
-            if t == chunk.steps or chunk.resets[t, lane] or chunk.recording[t, lane] < 0:
-                if chunk.recording[begin, lane] >= 0:
-                    yield lane, begin, t
-                begin = t
-
-
 def total(loss: Loss, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     """The loss of a window, and its weight."""
     if loss.over == "window":
         parts = [call(loss.fn, outputs, chunk)]
     else:
         parts = [
-            call(loss.fn, cut(outputs, lane, begin, end), chunk[begin:end].lane(lane))
-            for lane, begin, end in runs_of(chunk)
+            call(loss.fn, {name: y[at] for name, y in outputs.items()}, run)
+            for at, run in chunk.runs()
         ]
     weight = sum(weight for _, weight in parts)
     sums = torch.stack([s for s, _ in parts])
     used = torch.tensor([w > 0 for _, w in parts])
     return sums[used].sum() / max(weight, 1e-9), weight
-
-
-def cut(outputs: Any, lane: int, begin: int, end: int) -> Any:
-    return {name: y[begin:end, lane : lane + 1] for name, y in outputs.items()}
 
 
 class Answer(NamedTuple):
@@ -154,35 +133,27 @@ class Answer(NamedTuple):
 
 
 def by_hand(
-    net: Carried, stream: tt.Stream, loss: Loss, policy: Any, more: list[nn.Parameter] | None = None
+    net: Carried, stream: tt.Stream, loss: Loss, policy: Any, more: Iterable[nn.Parameter] = ()
 ) -> list[Answer]:
-    """Every update, by autograd over its steps."""
+    """Every update, by autograd over its steps after those before them without a graph."""
     epoch: Chunk = join(list(stream))
-    module: Any = net.module
-    weights = [w for w in module.parameters() if w.requires_grad] + (more or [])
+    weights = [*net.parameters(), *more]
     stride = getattr(policy, "stride", None) or getattr(policy, "cut_every", None) or epoch.steps
     horizon = getattr(policy, "horizon", None) or stride
-    entering: list[Tensor] = [module.initial_state(epoch.lanes)]
     answers: list[Answer] = []
     for begin in range(0, epoch.steps, stride):
-        end = min(begin + stride, epoch.steps)
-        first = begin if horizon <= stride else max(0, end - horizon)
-        h = entering[first].detach() if first else entering[0]
-        hidden: list[Tensor] = []
-        states = [h]
-        for t in range(first, end):
-            fresh = module.initial_state(epoch.lanes)
-            h = torch.where(epoch.resets[t][:, None], fresh, h)
-            y, h = module.gru(epoch.inputs[t : t + 1], h)
-            hidden.append(y)
-            states.append(h)
-        entering[begin:] = states[begin - first :]
-        window = epoch[begin:end]
-        if window.mask.any():
-            outputs = module.heads(torch.cat(hidden[begin - first :]))
-            value, weight = total(loss, outputs, window)
-            if not weight:
-                continue
+        window = epoch[begin : begin + stride]
+        first = begin if horizon <= stride else max(0, begin + window.steps - horizon)
+        with torch.no_grad():
+            before, lead = net.initial_state(epoch.lanes), epoch[:first]
+            _, h = net(lead.inputs, before, lead.resets) if first else (None, before)
+        played = epoch[first : begin + stride]
+        outputs, _ = net(played.inputs, h, played.resets)
+        outputs = {name: y[begin - first :] for name, y in outputs.items()}
+        if not window.mask.any():
+            continue
+        value, weight = total(loss, outputs, window)
+        if weight:
             grads = torch.autograd.grad(value, weights, allow_unused=True)
             answers.append(Answer(value.item(), weight, flat(weights, grads)))
     return answers
@@ -200,8 +171,7 @@ def flat(weights: Any, grads: Any) -> Tensor:
 def answers_of(
     net: Carried, stream: Any, loss_fn: Any, policy: Any, accumulate: int = 1
 ) -> list[Answer]:
-    weights = [w for w in net.module.parameters() if w.requires_grad]
-    weights += list(loss_fn.parameters())
+    weights = [*net.parameters(), *loss_fn.parameters()]
     answers: list[Answer] = []
     for update in tt.updates(net, stream, loss_fn, gradient=policy, accumulate=accumulate):
         grads = flat(weights, [w.grad for w in weights])
@@ -219,6 +189,7 @@ def same(ours: list[Answer], theirs: list[Answer]) -> None:
         torch.testing.assert_close(our.grads, their.grads, rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_updates_are_those_of_autograd(name: str, policy: Any) -> None:
@@ -245,7 +216,7 @@ def test_parameters_of_the_loss_get_gradients() -> None:
     loss_fn = tt.SequenceLoss(Learned().double(), additive=True)
     loss = Loss(loss_fn.fn, "window", True)
     ours = answers_of(net, stream_of(), loss_fn, policy)
-    same(ours, by_hand(net, stream_of(), loss, policy, list(loss_fn.parameters())))
+    same(ours, by_hand(net, stream_of(), loss, policy, loss_fn.parameters()))
 
 
 @pytest.mark.parametrize(

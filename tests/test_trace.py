@@ -107,8 +107,10 @@ def states_for(net: nn.RNNBase, lanes: int = LANES) -> tuple[Tensor, ...]:
     )
 
 
-def called(net: nn.RNNBase, x: Any, states: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    y, after = net(x, states if isinstance(net, nn.LSTM) else states[0])
+def called(
+    net: nn.RNNBase, x: Any, states: tuple[Tensor, ...], *resets: Tensor
+) -> tuple[Any, tuple[Tensor, ...]]:
+    y, after = net(x, states if isinstance(net, nn.LSTM) else states[0], *resets)
     return y, after if isinstance(after, tuple) else (after,)
 
 
@@ -128,12 +130,6 @@ def gradients_apart(found: Trace, expected: Seen, loss: Tensor) -> float:
         worst = max(worst, (found[name][t] - gradient.norm(dim=1)).abs().max().item())
         assert len(found[name]) == len(expected[name])
     return worst
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "batch-first": {"batch_first": True},
-    "both-ways": {"bias": False, "bidirectional": True, "num_layers": 2},
-}
 
 
 def check(
@@ -156,45 +152,37 @@ def check(
     assert gradients_apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
 
 
-@pytest.mark.covering
-@every_kind
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=needs_kernels)])
-def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
-    kind: str, options: dict[str, Any], fuse: bool
-) -> None:
-    net = layer(kind, **options)
-    if fuse:
-        tt.fuse(net)
-    x, states = inputs(STEPS, LANES).requires_grad_(), states_for(net)
-
-    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
-        if not net.batch_first:
-            return called(net, x, states)
-        y, after = called(net, x.transpose(0, 1), states)
-        return y.transpose(0, 1), after
-
-    leaves = [x, *states, *net.parameters()]
-    check(net, leaves, run, lambda: unrolled(net, x, states))
+# how it runs, resets, and the layer's own options
+WAYS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "plain, batch first": ("plain", False, {"batch_first": True}),
+    "both ways": ("fused", False, {"bias": False, "bidirectional": True, "num_layers": 2}),
+    "resets": ("fused", True, {}),
+    "resets by torch.nn": ("torch.nn", True, {}),
+}
 
 
 @needs_kernels
-@pytest.mark.covering
 @every_kind
-@pytest.mark.parametrize("runs", ["fused", "torch.nn"])
-def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, resetting, options = WAYS[way]
     if runs == "torch.nn":  # as in half precision, or where the kernels are missing
         monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
-    net, x = tt.fuse(layer(kind)), inputs(STEPS, LANES).requires_grad_()
+    net, x = layer(kind, **options), inputs(STEPS, LANES).requires_grad_()
+    net = net if runs == "plain" else tt.fuse(net)
     states, resets = states_for(net), torch.zeros(STEPS, LANES, dtype=torch.bool)
     resets[0, 0] = resets[4, 1] = resets[7, :2] = True
+    given = (resets,) if resetting else ()
 
     def run() -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, after = net(x, states if kind == "lstm" else states[0], resets)
-        return y, after if isinstance(after, tuple) else (after,)
+        turned = x.transpose(0, 1) if net.batch_first else x
+        y, after = called(net, turned, states, *given)
+        return y.transpose(0, 1) if net.batch_first else y, after
 
     leaves = [x, *states, *net.parameters()]
-    check(net, leaves, run, lambda: unrolled(net, x, states, resets))
+    check(net, leaves, run, lambda: unrolled(net, x, states, *given))
 
 
 CELLS = {
@@ -236,12 +224,16 @@ def test_what_a_trace_cannot_follow_is_refused() -> None:
     """Packed sequences, dropout between layers, a layer with a forward of its own."""
     net, x = layer("lstm", num_layers=2, dropout=0.4), inputs(STEPS, LANES)
     with trace(net) as found:
+        with pytest.raises(RunError, match="no backward pass was traced yet"):
+            found.summary()
         with pytest.raises(ModelError):
             net(x)
         with pytest.raises(ModelError):
             net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3], device="cpu")))
         net(x)[0].square().sum().backward()
     assert found.count == 1
+    with pytest.raises(ConfigError):
+        found["layer2.c"]
     with pytest.raises(ModelError, match="Doubled, whose forward is not that of torch"):
         trace(nn.Sequential(Doubled(3, 4)))
 
@@ -300,21 +292,6 @@ def looped(net: nn.Module, x: Tensor) -> Tensor:
         state = net(step, state)
         hidden.append(state[0])
     return torch.stack(hidden)
-
-
-def test_a_name_tells_module_layer_and_state() -> None:
-    net = nn.Sequential(nn.LSTM(3, 4, num_layers=2))
-    with trace(net) as found:
-        with torch.no_grad():
-            net(torch.randn(5, 2, 3))
-        with pytest.raises(RunError, match="no backward pass was traced yet"):
-            found.summary()
-        net(torch.randn(5, 2, 3))[0].sum().backward()
-    assert found.names == tuple(f"0.layer{k}.{leaf}" for k in (0, 1) for leaf in "hcifgo")
-    assert found["0.layer0.c"].shape == (5, 2)
-    with pytest.raises(ConfigError):
-        found["layer0.c"]
-    assert found.last.gradients["0.layer0.c"].shape == (5, 2, 4)
 
 
 def test_the_net_is_never_touched_and_torch_keeps_no_hook() -> None:

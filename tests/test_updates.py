@@ -6,9 +6,8 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 import gc
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch.optim.lr_scheduler import LinearLR
 import throughtime as tt
 from strategies import (
     HidesLayer,
-    LearntStart,
     TensorState,
     inputs,
     named,
@@ -49,58 +47,44 @@ def stream() -> tt.Stream:
     return tt.Stream(recordings(LENGTHS), lanes=3, chunk=8, warm_up=1)
 
 
-@dataclass
-class Training:
-    """Everything that a training consists of."""
+def training(
+    net: Carried, policy: Policy | UpdatePolicy, checkpoint: bytes | None = None
+) -> Iterator[Callable[[], bytes]]:
+    """Two epochs, or the rest of them.
 
-    net: Carried
-    stream: tt.Stream
-    optimizer: torch.optim.Optimizer
-    updates: Updates
+    After each update comes what gives a checkpoint as users write it; it is read back without
+    running pickled code.
+    """
+    source, optimizer = stream(), torch.optim.Adam(net.parameters(), lr=0.02)
+    run, parts = tt.updates(net, source, nn.MSELoss(), gradient=policy), dict[str, Any]()
 
-    @classmethod
-    def begin(cls, net: Carried, policy: Policy | UpdatePolicy) -> "Training":
-        source = stream()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-        return cls(net, source, optimizer, tt.updates(net, source, nn.MSELoss(), gradient=policy))
-
-    def run(self, updates: int, policy: Policy | UpdatePolicy) -> int:
-        """Makes so many updates, or what is left of two epochs; returns how many."""
-        done = 0
-        while done < updates and self.stream.epoch < 2:
-            for _ in self.updates:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                done += 1
-                if done == updates:
-                    return done
-            if self.stream.epoch < 2:
-                self.updates = tt.updates(
-                    self.net,
-                    self.stream,
-                    nn.MSELoss(),
-                    gradient=policy,
-                    policy_state=self.updates.policy_state,
-                )
-        return done
-
-    def saved(self) -> bytes:
-        """A checkpoint as users write it; read back without running pickled code."""
+    def saved() -> bytes:
         file = io.BytesIO()
-        place = {
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates.state_dict(),
-        }
+        place = {name: part.state_dict() for name, part in parts.items()}
         torch.save(place | {"random": torch.get_rng_state()}, file)
         return file.getvalue()
 
-    def restore(self, checkpoint: bytes) -> None:
+    parts |= {"net": net, "optimizer": optimizer, "updates": run}
+    if checkpoint:
         found = torch.load(io.BytesIO(checkpoint), weights_only=True)
-        self.net.load_state_dict(found["net"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.updates.load_state_dict(found["updates"])
+        for name, part in parts.items():
+            part.load_state_dict(found[name])
         torch.set_rng_state(found["random"])
+    while source.epoch < 2:
+        for _ in run:
+            optimizer.step()
+            optimizer.zero_grad()
+            yield saved
+        options: Any = {"gradient": policy, "policy_state": run.policy_state}
+        parts["updates"] = run = tt.updates(net, source, nn.MSELoss(), **options)
+
+
+def trained(
+    net: Carried, policy: Policy | UpdatePolicy, checkpoint: bytes | None = None
+) -> dict[str, Tensor]:
+    """The weights at the end."""
+    assert list(training(net, policy, checkpoint))
+    return weights(net)
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -124,36 +108,20 @@ RESUMED: dict[str, Callable[[], Carried]] = {
 def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
     make: Callable[[], Carried], policy: Policy
 ) -> None:
-    torch.manual_seed(1)
-    through, checkpoints = Training.begin(make(), policy), list[bytes]()
-    while through.run(1, policy):
-        checkpoints.append(through.saved())
+    checkpoints, whole = run_and_save(make, policy)
     assert len(checkpoints) > 1
     for checkpoint in checkpoints[: -1 : len(checkpoints) // 6 + 1]:
-        assert same_bits(resumed_from(checkpoint, make, policy), weights(through.net))
+        torch.manual_seed(99)
+        assert same_bits(trained(make(), policy, checkpoint), whole)
 
 
-def resumed_from(
-    checkpoint: bytes, make: Callable[[], Carried], policy: Policy | UpdatePolicy
-) -> dict[str, Tensor]:
-    """The weights after the rest of two epochs."""
-    torch.manual_seed(99)
-    resumed = Training.begin(make(), policy)
-    resumed.restore(checkpoint)
-    assert resumed.run(10_000, policy) > 0
-    return weights(resumed.net)
-
-
-def run_and_resume(
-    make: Callable[[], Carried], policy: Policy | UpdatePolicy, stop: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights after two epochs: uninterrupted, and stopped after `stop` updates and resumed."""
+def run_and_save(
+    make: Callable[[], Carried], policy: Policy | UpdatePolicy
+) -> tuple[list[bytes], dict[str, Tensor]]:
+    """A checkpoint after each update, and the weights at the end."""
     torch.manual_seed(1)
-    through = Training.begin(make(), policy)
-    assert through.run(stop, policy) == stop
-    checkpoint = through.saved()
-    assert through.run(10_000, policy) > 0
-    return weights(through.net), resumed_from(checkpoint, make, policy)
+    net = make()
+    return [saved() for saved in training(net, policy)], weights(net)
 
 
 def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
@@ -296,17 +264,10 @@ def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(
 
 def test_trainings_in_threads_give_the_bits_of_those_alone() -> None:
     policies = tt.Exact(cut_every=9, chunk=4), tt.Truncated(6, 15)
-
-    def begun() -> list[Training]:
-        return [Training.begin(RESUMED["hidden-cell"](), policy) for policy in policies]
-
-    def trained(training: Training, policy: Policy) -> dict[str, Tensor]:
-        assert training.run(10_000, policy) > 5
-        return weights(training.net)
-
-    alone = list(map(trained, begun(), policies))
+    first, second = ([RESUMED["hidden-cell"]() for _ in policies] for _ in range(2))
+    alone = list(map(trained, first, policies))
     with ThreadPoolExecutor(2) as pool:
-        assert all(map(same_bits, pool.map(trained, begun(), policies), alone))
+        assert all(map(same_bits, pool.map(trained, second, policies), alone))
 
 
 class Tools:
@@ -410,13 +371,3 @@ def test_loop_of_many_updates_holds_no_growing_graph() -> None:
             nodes = live_nodes() - before  # this collects what is no more used
             alive.append((nodes, sum(issubclass(type(t), Tensor) for t in gc.get_objects())))
     assert alive == [(0, alive[0][1])] * 3
-
-
-def test_autocast_keeps_the_state_in_the_type_of_the_weights() -> None:
-    net = tt.carry(LearntStart())
-    chunk = Chunk.from_tensors(inputs(40, 1).float(), torch.zeros(40, 1, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
-            assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
-            assert update.outputs.dtype == torch.bfloat16
-            assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}

@@ -24,7 +24,6 @@ from throughtime._device import (
 )
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach, settling_time, trace
-from throughtime.errors import RunError
 from throughtime.evaluation import evaluate
 from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, rollout
 from throughtime.kernels import linear_scan
@@ -211,16 +210,6 @@ def _laws_of_carrying(setting: Setting) -> Numbers:
     return []
 
 
-def _nonfinite(setting: Setting) -> Numbers:
-    """A gradient that is not finite stops the training: that of a root at zero."""
-    net = setting.net(NETS["nn.LSTM"])
-    run = updates(net, setting.stream(), lambda y, _: (0 * y).sqrt().sum(), gradient=Truncated(5))
-    try:
-        return [float(len([*run]))]
-    except RunError:
-        return [-1.0]
-
-
 LAWS: dict[str, Callable[[Setting], Numbers]] = {
     **{
         f"tt.{name}": partial(_train, make=NETS["tt.nn.LSTM"], policy=policy)
@@ -252,7 +241,6 @@ LAWS: dict[str, Callable[[Setting], Numbers]] = {
     "tt.settling_time": _settling,
     "tt.trace": _trace,
     "laws of carrying": _laws_of_carrying,
-    "values that are not finite": _nonfinite,
 }
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -143,20 +142,24 @@ class StreamModule(pl.LightningModule):
         It ends early when a checkpoint is due; the next step then makes the rest.
         """
         self._begin_batch(as_stream_batch(batch))
-        optimizer, loss, steps = self.optimizers(), torch.zeros((), device=self.device), 0
-        while not (batch.is_finished or _reached_max_steps(self.trainer)):
+        optimizer, trainer = self.optimizers(), self.trainer
+        loss, steps = torch.zeros((), device=self.device), 0
+        while (self._is_behind or not batch.is_finished) and not _reached_max_steps(trainer):
             update = self._next_update()
             if update is None:
-                break
+                if not self._is_behind:
+                    break
+                self._begin_batch(batch)
+                continue
             self.on_update(update)
             optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]  # `_check_trainer`: one
             self._optimizer_stepped = True
             optimizer.zero_grad()  # pyright: ignore[reportAttributeAccessIssue]
-            self._schedule_after("update", self.trainer.global_step)
+            self._schedule_after("update", trainer.global_step)
             loss, steps = loss + update.loss * update.steps, steps + update.steps
-            if not batch.is_last and _checkpoint_is_due(self.trainer):
+            if not (batch.is_last or self._is_behind) and _checkpoint_is_due(trainer):
                 break
-        if _reached_max_steps(self.trainer) and not batch.stream.remaining(1):
+        if _reached_max_steps(trainer) and not batch.stream.remaining(1):
             # max_steps fell on the last update of the epoch: end it, for the checkpoint
             self._next_update()
         if not steps:
@@ -201,6 +204,8 @@ class StreamModule(pl.LightningModule):
             # limit_train_batches cut the epoch before short: this one has an order of its own
             batch.stream._skip_epoch()
             self._updates = self._new_updates(batch)
+        # max_steps ended the training before within the last batch of an epoch
+        self._is_behind = first and batch.stream.position > 0  # Lightning has ended that epoch
 
     def _forget_updates(self) -> None:
         """Forget the updates but keep the state of their policy, such as Adaptive's horizon."""
@@ -376,11 +381,10 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             " gradient: for other rates take groups of parameters, torch.optim.Adam([{'params':"
             " ..., 'lr': ...}, ...])"
         )
-    averages = any(isinstance(c, StochasticWeightAveraging) for c in _callbacks(trainer))
-    if averages and any(isinstance(m, _BatchNorm) for m in trainer.lightning_module.modules()):
+    if any(isinstance(c, StochasticWeightAveraging) for c in _callbacks(trainer)):
         raise ConfigError(
-            "StochasticWeightAveraging runs an epoch more for BatchNorm, which would train on:"
-            " take torch.optim.swa_utils"
+            "StochasticWeightAveraging may run an epoch more, which would train on: take"
+            " torch.optim.swa_utils in on_update"
         )
     if any(getattr(saver, "_train_time_interval", None) for saver in trainer.checkpoint_callbacks):
         raise ConfigError(
