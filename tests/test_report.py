@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -130,6 +131,17 @@ def test_the_recording_is_played_whole_with_the_state_carried(folder: RunFolder)
     assert np.array_equal(errors, shares.argmax(axis=1) != labels)
 
 
+def test_errors_of_labels_are_of_answers_not_of_probabilities(folder: RunFolder) -> None:
+    run = load_run(folder.path)
+    (recording,) = run.recordings()
+    x = np.asarray(recording.read(0, len(recording)).inputs)
+    labels = {"inputs": x, "targets": np.arange(len(x))[:, None] % 2}
+    spec = replace(run.spec, layout=replace(run.spec.layout, task="multilabel"), classes=())
+    panels, errors = play(replace(run, spec=spec), tt.recording(labels))
+    shown = next(lines for title, lines in panels.items() if title.endswith("predicted"))
+    assert np.array_equal(errors, (shown["predicted"] > 0.5) != labels["targets"][:, 0])
+
+
 def test_the_worst_stretch_has_the_most_errors() -> None:
     errors = (np.random.default_rng(0).random(2_000) < 0.1).astype(float)
     errors[700:1_000] = 1.0
@@ -193,3 +205,10 @@ def test_any_name_can_be_drawn() -> None:
     assert ET.fromstring(drawn).attrib["aria-label"].startswith("<b>$x_1$ & 中文")
     assert "$x_1$" in "".join(ET.fromstring(drawn).itertext())
     assert not re.search(r"\bnan\b", drawn)
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, math.inf])
+def test_values_that_no_axis_has_are_gaps(value: float) -> None:
+    drawn = chart({"u": {"u": ("-", [1, 2, 3], [1.0, value, 2.0])}}, "u", "x")
+    assert ET.fromstring(drawn).tag.endswith("svg")
+    assert drawn == chart({"u": {"u": ("-", [1, 2, 3], [1.0, math.nan, 2.0])}}, "u", "x")
