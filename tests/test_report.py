@@ -132,14 +132,17 @@ def test_the_recording_is_played_whole_with_the_state_carried(folder: RunFolder)
 
 
 def test_errors_of_labels_are_of_answers_not_of_probabilities(folder: RunFolder) -> None:
-    run = load_run(folder.path)
-    (recording,) = run.recordings()
-    x = np.asarray(recording.read(0, len(recording)).inputs)
-    labels = {"inputs": x, "targets": np.arange(len(x))[:, None] % 2}
-    spec = replace(run.spec, layout=replace(run.spec.layout, task="multilabel"), classes=())
-    panels, errors = play(replace(run, spec=spec), tt.recording(labels))
+    trained = load_run(folder.path)
+    (recording,) = trained.recordings()
+    steps = recording.read(0, len(recording))
+    labels = tt.recording({"inputs": steps.inputs, "targets": steps.targets % 2}, targets="targets")
+    layout = replace(trained.spec.layout, task="multilabel")
+    panels, errors = play(
+        replace(trained, spec=replace(trained.spec, layout=layout, classes=())), labels
+    )
     shown = next(lines for title, lines in panels.items() if title.endswith("predicted"))
-    assert np.array_equal(errors, (shown["predicted"] > 0.5) != labels["targets"][:, 0])
+    assert set(errors) == {0.0, 1.0}
+    assert np.array_equal(errors, (shown["predicted"] > 0.5) != shown["target"])
 
 
 def test_the_worst_stretch_has_the_most_errors() -> None:

@@ -31,6 +31,8 @@ TODAY = [
     ("train {data} --learning-rate 1", "unknown '--learning-rate': no flag or key of TOML"),
     ("train {data} --weight_decay 1", "'--weight_decay' (did you mean --weight-decay?)"),
     ("train {data} -lr 3", "unknown '-lr' (did you mean --lr?)"),
+    ("train {data} --lr", "Option '--lr' requires an argument; throughtime --help"),
+    ("train {data} --hand-off=yes", "does not take a value; throughtime --help"),
     ("train {data} --exact", "unknown '--exact': no flag or key of TOML; see --help"),
     (
         "train --hiden 5 {data} --lernrate=3 --seed x",

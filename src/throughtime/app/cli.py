@@ -78,9 +78,9 @@ def failures_printed() -> Generator[None]:
 
 def _in_words(error: Exception) -> str:
     """What went wrong and what to do; empty for an error that is none of these."""
-    if isinstance(error, click.UsageError) and error.ctx:
+    if isinstance(error, click.UsageError):
         message = error.format_message().removesuffix(".")
-        return f"{message}; {error.ctx.command_path} --help lists what it takes, such as --seed 1"
+        return f"{message}; throughtime --help lists the commands, train --help flags as --seed 1"
     if isinstance(error, ThroughtimeError):
         return str(error)
     if isinstance(error, OSError):
