@@ -117,6 +117,12 @@ def test_measurements_scores_and_recordings_may_be_missing(
     assert "Learning" in page
 
 
+def test_weights_that_no_validation_chose_are_not_called_the_best(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data", (40, 40, 40))
+    page = page_of(finish(settings(data, tmp_path / "run", updates=2, valid_every=0)))
+    assert "of update 2, the last" in page
+
+
 def test_the_recording_is_played_whole_with_the_state_carried(folder: RunFolder) -> None:
     trained = load_run(folder.path)
     (recording,) = trained.recordings()

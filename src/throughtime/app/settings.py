@@ -439,7 +439,8 @@ class AuditOptions(RunOptions):
     steps: PositiveInt | None = None
     """Steps of every lane. Default: 6400, or an epoch."""
     max_lag: PositiveInt = 1000
-    """Steps back that the gradient is traced, and for which a cold start is compared."""
+    """Steps back that the gradient is traced, and for which a cold start is compared. With
+    --standardise first:N a cold start takes other statistics, so it may never settle."""
 
 
 class DoctorOptions(Settings):
