@@ -141,7 +141,9 @@ def test_errors_of_labels_are_of_answers_not_of_probabilities(folder: RunFolder)
     trained = load_run(folder.path)
     (recording,) = trained.recordings()
     steps = recording.read(0, len(recording))
-    labels = tt.recording({"inputs": steps.inputs, "targets": steps.targets % 2}, targets="targets")
+    labels = tt.recording(
+        {"inputs": steps.inputs, "targets": np.asarray(steps.targets) % 2}, targets="targets"
+    )
     layout = replace(trained.spec.layout, task="multilabel")
     panels, errors = play(
         replace(trained, spec=replace(trained.spec, layout=layout, classes=())), labels

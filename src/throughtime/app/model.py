@@ -245,7 +245,7 @@ class StandardisedError:
         return _ERRORS[self.name](error, torch.zeros_like(error))
 
 
-def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Tensor]:
+def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Any]:
     """Cross-entropy, of labels the binary one; of numbers the standardised error; or one's own.
 
     Args:
