@@ -53,7 +53,7 @@ mutants: $(INSTALLED)
 # Each on the oldest supported versions, in a folder before the environment. The newest libraries with adapters need
 # newer ones of the core, so the two are apart.
 OLD_ADAPTERS := lightning_* ignite* accelerate*
-OLD_CORE := cli config console csv* formats* package predict report run_audit run_files state
+OLD_CORE := cli config csv* formats* package predict report run_audit run_files state
 test-oldest: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest --requirement oldest.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest-core --requirement oldest-core.txt

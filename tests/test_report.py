@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -116,6 +117,12 @@ def test_measurements_scores_and_recordings_may_be_missing(
     assert "Learning" in page
 
 
+def test_weights_that_no_validation_chose_are_not_called_the_best(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data", (40, 40, 40))
+    page = page_of(finish(settings(data, tmp_path / "run", updates=2, valid_every=0)))
+    assert "of update 2, the last" in page
+
+
 def test_the_recording_is_played_whole_with_the_state_carried(folder: RunFolder) -> None:
     trained = load_run(folder.path)
     (recording,) = trained.recordings()
@@ -128,6 +135,22 @@ def test_the_recording_is_played_whole_with_the_state_carried(folder: RunFolder)
     assert not np.allclose(shares[150:], cold.double().softmax(dim=1).numpy(), atol=1e-6)
     labels = recording.read(0, len(recording)).targets
     assert np.array_equal(errors, shares.argmax(axis=1) != labels)
+
+
+def test_errors_of_labels_are_of_answers_not_of_probabilities(folder: RunFolder) -> None:
+    trained = load_run(folder.path)
+    (recording,) = trained.recordings()
+    steps = recording.read(0, len(recording))
+    labels = tt.recording(
+        {"inputs": steps.inputs, "targets": np.asarray(steps.targets) % 2}, targets="targets"
+    )
+    layout = replace(trained.spec.layout, task="multilabel")
+    panels, errors = play(
+        replace(trained, spec=replace(trained.spec, layout=layout, classes=())), labels
+    )
+    shown = next(lines for title, lines in panels.items() if title.endswith("predicted"))
+    assert set(errors) == {0.0, 1.0}
+    assert np.array_equal(errors, (shown["predicted"] > 0.5) != shown["target"])
 
 
 def test_the_worst_stretch_has_the_most_errors() -> None:
@@ -193,3 +216,10 @@ def test_any_name_can_be_drawn() -> None:
     assert ET.fromstring(drawn).attrib["aria-label"].startswith("<b>$x_1$ & 中文")
     assert "$x_1$" in "".join(ET.fromstring(drawn).itertext())
     assert not re.search(r"\bnan\b", drawn)
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, math.inf])
+def test_values_that_no_axis_has_are_gaps(value: float) -> None:
+    drawn = chart({"u": {"u": ("-", [1, 2, 3], [1.0, value, 2.0])}}, "u", "x")
+    assert ET.fromstring(drawn).tag.endswith("svg")
+    assert drawn == chart({"u": {"u": ("-", [1, 2, 3], [1.0, math.nan, 2.0])}}, "u", "x")

@@ -5,7 +5,6 @@ its setting as text and is checked there, so the faults of all flags are reporte
 imports what it runs when it runs, so that `throughtime --help` needs neither torch nor numpy.
 """
 
-import difflib
 import inspect
 import os
 import re
@@ -80,7 +79,8 @@ def failures_printed() -> Generator[None]:
 def _in_words(error: Exception) -> str:
     """What went wrong and what to do; empty for an error that is none of these."""
     if isinstance(error, click.UsageError):
-        return _usage_fault(error)
+        message = error.format_message().removesuffix(".")
+        return f"{message}; throughtime --help lists the commands, train --help flags as --seed 1"
     if isinstance(error, ThroughtimeError):
         return str(error)
     if isinstance(error, OSError):
@@ -95,21 +95,7 @@ def _in_words(error: Exception) -> str:
     return ""
 
 
-def _usage_fault(error: click.UsageError) -> str:
-    """What is wrong with the words of a command line, and what to write."""
-    if isinstance(error, click.NoSuchOption):
-        known = error.possibilities or ()
-        near = difflib.get_close_matches(error.option_name, known, cutoff=0.8)
-        error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
-    message = error.format_message().removesuffix(".")
-    if error.ctx is None:
-        return message
-    return f"{message}; {error.ctx.command_path} --help lists what it takes, such as --seed 1"
-
-
-def _command(
-    name: str, action: Callable[[Any], int | None], *kinds: Any, **more: Any
-) -> click.Command:
+def _command(name: str, action: Callable[[Any], int | None], *kinds: Any) -> click.Command:
     """A command whose flags are settings.
 
     Args:
@@ -117,18 +103,27 @@ def _command(
         action: gets the settings; of several classes those that the flags set, by name. Its
             docstring is the help.
         kinds: the classes of these settings.
-        more: arguments of `click.Command`.
     """
     fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
 
     def run(**values: Any) -> int | None:
         present = {k: v for k, v in values.items() if v not in (None, ())}
+        if action is not doctor:  # what follows its script is the script's
+            left = click.get_current_context().args
+            words = [*(present.get(name, "") for name in ARGUMENTS), *left]
+            # unknown words are settings, too, so they are refused with all that is wrong
+            present |= dict.fromkeys([w for w in words if w.startswith("-")] or left, "")
         return action(kinds[0](**present) if len(kinds) == 1 else present)
 
     about = (f"{ARGUMENTS[key]}: {help_of(fields[key])}" for key in ARGUMENTS if key in fields)
     text = "\n\n".join([inspect.cleandoc(action.__doc__ or ""), *about])
     parameters = [_parameter(*item) for item in fields.items()]
-    return click.Command(name, callback=run, params=parameters, help=text, **more)
+    words = {
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": action is not doctor,
+    }
+    return click.Command(name, words, run, parameters, help=text)
 
 
 def _parameter(name: str, about: Any) -> click.Parameter:
@@ -322,11 +317,6 @@ def doctor(options: DoctorOptions) -> int:
     return code or (1 if watch.findings else 2 * unknown)
 
 
-_SCRIPT = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
 commands = click.Group(
     name="throughtime",
     help="Train recurrent networks on one unbroken stream, with the state carried.",
@@ -337,7 +327,7 @@ commands = click.Group(
         _command("predict", predict, PredictOptions),
         _command("export", export, ExportOptions),
         _command("audit", audit, AuditOptions),
-        _command("doctor", doctor, DoctorOptions, context_settings=_SCRIPT),
+        _command("doctor", doctor, DoctorOptions),
     ],
 )
 click.version_option(__version__, message="%(prog)s %(version)s")(commands)

@@ -37,7 +37,7 @@ def run_training(training: Training) -> None:
         SystemExit: it was stopped; with code 130.
         RunError, DataError: why it could not go on.
     """
-    ranks, before = training.ranks, training.done.count
+    ranks = training.ranks
     again = f"throughtime train --resume {training.folder.path}"
     if ranks.rank == 0:
         _print_start(training)
@@ -52,7 +52,7 @@ def run_training(training: Training) -> None:
                         out.print(progress_line(row))
 
             training.run(show)
-        from_first(ranks, lambda: _print_end(training, was_finished=training.done.count == before))
+        from_first(ranks, lambda: _print_end(training))
     except KeyboardInterrupt as stop:
         if not stop.args:  # not saved
             raise
@@ -77,16 +77,11 @@ def _print_start(training: Training) -> None:
     )
 
 
-def _print_end(training: Training, *, was_finished: bool) -> None:
+def _print_end(training: Training) -> None:
     """Print the scores and where the results are; write the report."""
     from throughtime.app.page import write_report  # imports matplotlib
 
     folder, done = training.folder, training.done
-    if was_finished:
-        out.print(
-            f"already finished at update {done.count}; to train on: throughtime train --resume"
-            f" {folder.path} --updates {2 * done.count}"
-        )
     run = load_run(folder.path)
     run.net.to(training.config.device)
     if training.dataset.valid:

@@ -20,7 +20,7 @@ from throughtime.app.scores import MultiLabel
 from throughtime.app.settings import Config
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.carry.carried import Carried, carry, running
-from throughtime.errors import ConfigError, RunError, ThroughtimeError, listed, one_line
+from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed, one_line
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
@@ -194,7 +194,10 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     """
     x = example_inputs(net, spec)[:5, None]
     x = x.to(next(net.parameters(), x))
-    net.prepare(x)
+    try:
+        net.prepare(x)
+    except ModelError as error:
+        raise ModelError(f"--model {spec.model}: {error}") from error
     with running(net):
         y, _ = net(x, net.initial_state(1, like=x))
     if y.shape != (5, 1, spec.outputs):
@@ -242,7 +245,7 @@ class StandardisedError:
         return _ERRORS[self.name](error, torch.zeros_like(error))
 
 
-def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Tensor]:
+def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Any]:
     """Cross-entropy, of labels the binary one; of numbers the standardised error; or one's own.
 
     Args:
@@ -260,8 +263,10 @@ def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callabl
         offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
         needed = ["weight"] if spec.weights else ()
         loss: Any = ClassReference.parse("loss", name).make(object, offered, needed)
+        if not callable(loss):
+            raise ConfigError(f"--loss {name}: has no method __call__(outputs, targets); add it")
         return loss.to(like.device) if isinstance(loss, nn.Module) else loss
-    fitting = ("cross-entropy",) if scale is None else _ERRORS
+    fitting = ["cross-entropy"] if scale is None else _ERRORS
     if name is not None and name not in fitting:
         raise ConfigError(
             f"--loss {name} does not fit --task {spec.layout.task}: take --loss"

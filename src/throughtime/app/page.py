@@ -43,6 +43,7 @@ Lines: TypeAlias = dict[str, tuple[str, Any, Any]]
 _PLAYED = 100_000  # steps of the longest recording: some seconds
 _STRETCH = 1_500  # steps of the worst stretch at most
 _INPUTS, _CLASSES = 3, 6  # that are drawn
+_DRAWN = 1e300  # larger values are gaps: an axis cannot have them
 
 
 def write_report(run: Run) -> Path:
@@ -123,6 +124,8 @@ def play(run: Run, recording: Recording) -> tuple[dict[str, dict[str, Array]], A
     panels = {column: {column: x} for column, x in zip(columns, inputs.T, strict=False)}
     if not spec.classes:
         panels[f"{name}: predicted"] = {"target": true, "predicted": values[:, 0]}
+        if spec.is_multilabel:
+            values = values.round()
         return panels, np.square(values[:, 0] - true)
     shown = {spec.classes[i]: i for i in np.sort(np.argsort(-values.mean(axis=0))[:_CLASSES])}
     panels[f"label: {name}"] = {key: np.where(true == i, i, np.nan) for key, i in shown.items()}
@@ -179,7 +182,8 @@ def chart(panels: Mapping[str, Lines], alt: str, xlabel: str, width: int = 400) 
         every: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False).ravel()
         for axes, (title, lines) in zip(every, panels.items(), strict=True):
             for name, (marks, x, y) in lines.items():
-                axes.plot(x, y, marks, label=printable(name))
+                drawn = np.where(np.abs(y) < _DRAWN, y, np.nan)
+                axes.plot(x, drawn, marks, label=printable(name))
             axes.set_title(printable(title))
             axes.xaxis.set_major_formatter("{x:,g}")
             if len(lines) > 1:

@@ -163,7 +163,10 @@ class RunFolder:
         try:
             return Config(**read_toml(self.config))
         except ConfigError as error:
-            raise RunError(f"{self.config}: {error}") from error
+            raise RunError(
+                f"{self.config}: was changed, or written by another version of throughtime; mend"
+                f" it, train again or use that version: {error}"
+            ) from error
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The content of the checkpoint, with tensors on the CPU; `None` before the first one.

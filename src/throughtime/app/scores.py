@@ -115,11 +115,7 @@ class Scores:
         )
         if named:
             kinds = [*next(iter(named.values()))]
-            advice = (
-                "; a skill below 0: try --difference, by which the net learns the change from now"
-            )
-            advice *= any("/skill[" in k and value < 0 for k, value in self.metrics.items())
-            yield f"each class or target by itself{advice}", ["name", *kinds], _texts(named, kinds)
+            yield "each class or target by itself", ["name", *kinds], _texts(named, kinds)
         if 0 < len(self.confusion) <= _MOST_ROWS:
             yield (
                 "steps of each true class, a row, by the class that is predicted, a column",

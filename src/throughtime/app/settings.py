@@ -4,6 +4,7 @@ The text below a field is its help. A fault names a setting by its flag, `--lane
 file, too. This module imports no torch and no numpy, so that `throughtime --help` is quick.
 """
 
+import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ from pydantic import (
 )
 
 from throughtime.app.user_class import ClassFile, ClassReference, is_reference
-from throughtime.errors import ConfigError, did_you_mean
+from throughtime.errors import ConfigError
 
 ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 """The settings that are arguments of a command, not flags."""
@@ -81,8 +82,9 @@ def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -
         return "", message
     name = fault["loc"][0]
     if name not in fields:
-        near = f"{did_you_mean(name, fields)}; keys are flags of --help, outside all tables"
-        return f"unknown key '{name}'", near
+        near = difflib.get_close_matches(flag(name), map(flag, fields), 1, 0.8)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"unknown '{name}'{hint}: ", "no flag or key of TOML; see --help"
     if fault["type"] == "missing":
         return f"{flag(name)} is missing: ", help_of(fields[name])
     if fault["type"] in {"literal_error", "string_pattern_mismatch"}:
@@ -97,7 +99,7 @@ def help_of(field: Any) -> str:
 
 def flag(name: str) -> str:
     """The flag, or the argument, of a setting."""
-    return ARGUMENTS.get(name) or f"--{name.replace('_', '-')}"
+    return ARGUMENTS.get(name) or f"--{name.lstrip('-').replace('_', '-')}"
 
 
 def written(name: str, value: Any) -> str:
@@ -437,7 +439,8 @@ class AuditOptions(RunOptions):
     steps: PositiveInt | None = None
     """Steps of every lane. Default: 6400, or an epoch."""
     max_lag: PositiveInt = 1000
-    """Steps back that the gradient is traced, and for which a cold start is compared."""
+    """Steps back that the gradient is traced, and for which a cold start is compared. With
+    --standardise first:N a cold start takes other statistics, so it may never settle."""
 
 
 class DoctorOptions(Settings):
