@@ -47,10 +47,7 @@ class Metric(Protocol):
         ...
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1.
-
-        Of a net with several outputs they are in a tuple or a dict, as `tt.predict` returns them.
-        """
+        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1."""
         ...
 
     def compute(self) -> Metrics:

@@ -390,7 +390,8 @@ class Search:
         sizes = len(x), x.shape[1], c.context
         fits = [OutputLayout.of(path, y, orders, sizes, x.dim()) for path, y in leaves]
         layouts = [layout for layout in fits if layout is not None]
-        if not layouts or (c.several and None in fits):
+        several = isinstance(c.output, list) or c.output == "all"
+        if not layouts or (several and None in fits):
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
                 f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
@@ -398,7 +399,7 @@ class Search:
             )
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
-        return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
+        return [tuple(layouts)] if several else [(layout,) for layout in layouts]
 
     def _check_order(
         self, c: Convention, result: Any, state: State, choices: list[Outputs]
@@ -494,10 +495,10 @@ class Search:
         steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
         is_second = twin is self.twins[:2][-1]
         names = ["random", *MEASURED, "kept"]
-        names += ["long"] * (twin in self.twins[:2] and steps > STEPS)
+        names += ["long"] * (is_second and steps > STEPS)
         names += ["start", "last"] * is_second
-        if is_training and twin is not self.twins[0]:
-            names.remove("credit")
+        if is_training or not is_second:
+            names.remove("credit")  # in training, if that is how the module is used
         long = twin.inputs(lanes, steps)
         with twin.bound(c) as bound:
             yield from measured(bound, twin.module, x, names, long=long)
