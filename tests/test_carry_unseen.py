@@ -398,6 +398,30 @@ def test_where_a_result_may_be_turned_the_line_says_how(
         assert apart(played(net, x), torch.stack(wanted)) > EXACT
 
 
+class ReturnsItsStateIfAsked(nn.Module):
+    """A loop of its own, with a flag by which it is asked for its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.hidden = nn.Linear(FEATURES, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: Tensor | None = None, return_state: bool = False) -> Any:
+        h, ys = x.new_zeros(x.shape[1], 4) if state is None else state, list[Tensor]()
+        for step in x:
+            h = torch.tanh(self.inputs(step) + self.hidden(h))
+            ys.append(h)
+        return (torch.stack(ys), h) if return_state else torch.stack(ys)
+
+
+def test_the_line_for_a_flag_takes_outputs_and_state_in_their_order() -> None:
+    module, x = ReturnsItsStateIfAsked(), inputs()
+    with pytest.raises(ModelError) as refused:
+        tt.carry(module, x)
+    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
+    net = tt.carry(module, x, **eval(f"dict({line})", {"torch": torch, "N": 4}))
+    assert apart(played(net, x), module(x)) < EXACT
+
+
 class MeanState(nn.Module):
     """What it returns as its state is a mean over the steps of a call."""
 
