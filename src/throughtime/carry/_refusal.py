@@ -169,7 +169,7 @@ def _line(search: Search, nearest: Failure) -> str:
 def _call(search: Search) -> str:
     """The keywords with inputs, or a call and a start; none where no argument is a state."""
     name, parameters = _method(search)
-    if search.base.inputs or not parameters:
+    if search.base.inputs or search.base.start or not parameters:
         return ""
     turned = is_turned(parameters)
     first = parameters.pop(int(turned)).name
