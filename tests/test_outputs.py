@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ThroughtimeError
+from throughtime.errors import ModelError, ThroughtimeError
 
 EXACT = 1e-10
 LENGTHS = 13, 8, 5
@@ -62,11 +63,12 @@ class Penalty(Heads):
 class Style(NamedTuple):
     make: Callable[[], Heads]
     output: Any = "all"
+    named: bool = False
 
 
 STYLES: dict[str, Style] = {
     "flat": Style(Flat),
-    "names and state": Style(NamesAndState),
+    "names and state": Style(NamesAndState, named=True),
     "nested by paths": Style(Nested, [(0, "heads", "a"), (0, "rest", 0)]),
 }
 
@@ -74,6 +76,11 @@ STYLES: dict[str, Style] = {
 def net_of(style: str) -> Carried:
     torch.manual_seed(1)
     return tt.carry(STYLES[style].make().double(), output=STYLES[style].output)
+
+
+def pair(outputs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs `a` and `b` of a structure."""
+    return (outputs["a"], outputs["b"]) if isinstance(outputs, dict) else outputs[:2]
 
 
 def data() -> list[dict[str, Tensor]]:
@@ -87,14 +94,27 @@ def data() -> list[dict[str, Tensor]]:
     ]
 
 
-def plain(module: Any, x: Tensor) -> Tensor:
-    """Outputs of inputs `(T, B, 3)`, side by side."""
+def test_losses_of_an_evaluation_get_the_structure() -> None:
+    net, recordings = net_of("names and state"), data()
+
+    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+        a, b = pair(outputs)
+        return functional.cross_entropy(a, targets) + b.square().mean()
+
+    result = tt.evaluate(net, recordings, loss_fn)
+    both = [plain(net.module, r["inputs"][:, None]) for r in recordings]
+    a, b = (torch.cat([outputs[i][:, 0].detach() for outputs in both]) for i in (0, 1))
+    loss = loss_fn((a, b), torch.cat([r["targets"] for r in recordings]))
+    assert float(result.loss) == pytest.approx(loss.item(), rel=EXACT)
+
+
+def plain(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of inputs `(T, B, 3)`."""
     h, hidden = torch.zeros(1, x.shape[1], 4, dtype=torch.float64), list[Tensor]()
     for step in x:
         h = module.layer(step[None], h)[0]
         hidden.append(h[0])
-    a, b = module.heads(torch.stack(hidden))
-    return torch.cat([a, b[..., None]], -1)
+    return module.heads(torch.stack(hidden))
 
 
 def close(ours: Any, theirs: Any) -> None:
@@ -102,17 +122,32 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_outputs_lie_side_by_side(style: str) -> None:
+def test_predictions_have_the_structure(style: str) -> None:
     net, recording = net_of(style), data()[0]
     x = recording["inputs"]
+    theirs = plain(net.module, torch.cat([x, x])[:, None])
     outputs, state = tt.predict(net, recording, chunk=5)
     more, _ = tt.predict(net, recording, state=state, chunk=5)
-    close(torch.cat([outputs, more]), plain(net.module, torch.cat([x, x])[:, None])[:, 0].detach())
+    assert isinstance(outputs, dict if STYLES[style].named else tuple)
+    for ours, after, their in zip(pair(outputs), pair(more), theirs, strict=True):
+        close(torch.cat([ours, after]), their.detach()[:, 0])
+
+
+def test_losses_and_metrics_of_one_tensor_say_what_several_outputs_need() -> None:
+    with pytest.raises(ModelError, match="this metric takes one tensor"):
+        tt.evaluate(net_of("flat"), data(), metrics=tt.metrics.Classification(2))
+    net, stream, loss_fn = net_of("flat"), tt.Stream(data(), 2, 4, seed=None), nn.MSELoss()
+    for call in (
+        lambda: next(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(5))),
+        lambda: tt.evaluate(net, data(), loss_fn),
+    ):
+        with pytest.raises(ModelError, match="several outputs, and this loss"):
+            call()
 
 
 def test_a_scalar_beside_is_neither_output_nor_state() -> None:
     x = torch.randn(6, 2, 3, dtype=torch.float64)
     net = tt.carry(Penalty().double(), x, output=(0, 0))
-    close(net(x, net.initial_state(2))[0], plain(net.module, x)[..., :2])
+    close(net(x, net.initial_state(2))[0], plain(net.module, x)[0])
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(Flat(), torch.randn(5, 2, 3), output=[0, 7])

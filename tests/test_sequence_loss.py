@@ -33,12 +33,12 @@ class Net(nn.Module):
     def initial_state(self, lanes: int) -> Tensor:
         return torch.zeros(1, lanes, 4, dtype=torch.float64)
 
-    def heads(self, hidden: Tensor) -> Tensor:
-        return torch.cat([self.first(hidden), self.second(hidden)], -1)
+    def heads(self, hidden: Tensor) -> dict[str, Tensor]:
+        return {"height": self.first(hidden), "kind": self.second(hidden)}
 
     def forward(self, x: Tensor, h: Tensor) -> Any:
         hidden, h = self.gru(x, h)
-        return {"height": self.first(hidden), "kind": self.second(hidden)}, h
+        return self.heads(hidden), h
 
 
 def net_of() -> Carried:
@@ -65,28 +65,28 @@ def stream_of(warm_up: int = 2) -> tt.Stream:
 
 def ratio(outputs: Any, chunk: Any) -> Tensor:
     """No sum over steps."""
-    errors = (outputs[..., :1] - chunk.targets)[chunk.mask].square().sum()
+    errors = (outputs["height"] - chunk.targets)[chunk.mask].square().sum()
     total = errors / (0.5 + chunk.targets[chunk.mask].square().sum())
-    return total + outputs[..., 1:][chunk.mask].square().mean().sqrt()
+    return total + outputs["kind"][chunk.mask].square().mean().sqrt()
 
 
 def mean(outputs: Any, chunk: Any) -> Tensor:
     """A mean over valid steps."""
-    rows = outputs[..., 1:][chunk.mask], chunk["kind"][chunk.mask]
-    errors = (outputs[..., :1] - chunk.targets)[chunk.mask]
+    rows = outputs["kind"][chunk.mask], chunk["kind"][chunk.mask]
+    errors = (outputs["height"] - chunk.targets)[chunk.mask]
     return errors.square().mean() + functional.cross_entropy(*rows)
 
 
 def weighted(outputs: Any, chunk: Any) -> tuple[Tensor, Tensor]:
     """A sum and its weight."""
     weight = chunk["scale"] * chunk.mask
-    errors = (outputs[..., :1] - chunk.targets).square()[..., 0] + outputs[..., 1:].square().sum(-1)
+    errors = (outputs["height"] - chunk.targets).square()[..., 0] + outputs["kind"].square().sum(-1)
     return (weight * errors).sum(), weight.sum()
 
 
 def changes(outputs: Any, chunk: Any) -> Any:
     """Of pairs of steps: a piece of one step says nothing."""
-    heights = outputs[..., :1]
+    heights = outputs["height"]
     if len(heights) < 2:
         return heights.sum(), 0
     return (heights.diff(dim=0) - chunk.targets.diff(dim=0)).square().mean().sqrt()
@@ -134,13 +134,17 @@ def total(loss: Loss, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
         parts = [call(loss.fn, outputs, chunk)]
     else:
         parts = [
-            call(loss.fn, outputs[begin:end, lane : lane + 1], chunk[begin:end].lane(lane))
+            call(loss.fn, cut(outputs, lane, begin, end), chunk[begin:end].lane(lane))
             for lane, begin, end in runs_of(chunk)
         ]
     weight = sum(weight for _, weight in parts)
     sums = torch.stack([s for s, _ in parts])
     used = torch.tensor([w > 0 for _, w in parts])
     return sums[used].sum() / max(weight, 1e-9), weight
+
+
+def cut(outputs: Any, lane: int, begin: int, end: int) -> Any:
+    return {name: y[begin:end, lane : lane + 1] for name, y in outputs.items()}
 
 
 class Answer(NamedTuple):
@@ -232,7 +236,7 @@ class Learned(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(0.3))
 
     def forward(self, outputs: Any, chunk: Any) -> Tensor:
-        errors = (outputs[..., :1] - chunk.targets)[chunk.mask].square().mean()
+        errors = (outputs["height"] - chunk.targets)[chunk.mask].square().mean()
         return errors * (-self.log_scale).exp() + self.log_scale
 
 
@@ -265,12 +269,12 @@ def test_settings_out_of_range_are_refused() -> None:
 
 
 RESULTS: dict[str, Callable[[Any, Chunk], Any]] = {
-    "vector": lambda y, _: y[..., :1].square(),
+    "vector": lambda y, _: y["height"].square(),
     "nothing": lambda *_: None,
-    "three": lambda y, _: (y[..., :1].sum(), 1.0, 2.0),
-    "weight with a graph": lambda y, _: (y[..., :1].sum(), y[..., :1].square().sum()),
-    "negative weight": lambda y, _: (y[..., :1].sum(), -1.0),
-    "detached": lambda y, _: y[..., :1].detach().square().mean(),
+    "three": lambda y, _: (y["height"].sum(), 1.0, 2.0),
+    "weight with a graph": lambda y, _: (y["height"].sum(), y["height"].square().sum()),
+    "negative weight": lambda y, _: (y["height"].sum(), -1.0),
+    "detached": lambda y, _: y["height"].detach().square().mean(),
 }
 
 

@@ -18,13 +18,15 @@ from throughtime._device import real_type, send
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.distributed import ranks_of
-from throughtime.errors import DataError, counted, listed, warn_caller
+from throughtime.errors import DataError, ModelError, counted, listed, warn_caller
 from throughtime.gradient.objective import LossFn, Objective, target_kind
 from throughtime.metrics import (
     Classification,
     MergeableMetric,
     Metric,
     Metrics,
+    Sums,
+    TorchMetricAdapter,
     as_metric,
 )
 from throughtime.nn.affine import needs_whole_recordings
@@ -76,7 +78,8 @@ def evaluate(
         loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
             of classes by the weights of the classes, so that the cut into chunks changes nothing.
         metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
-            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
+            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`, which a
+            net with several outputs needs.
 
     Returns:
         An `Evaluation`: the loss and the metrics over all recordings, and the metrics of each.
@@ -84,6 +87,7 @@ def evaluate(
     Raises:
         DataError: the recordings have no targets, or a stream plays only a rank's share and
             the metrics have no `merge`.
+        ModelError: a loss of torch, or metrics of ours or of torchmetrics, for several outputs.
 
     Warns:
         UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
@@ -226,6 +230,7 @@ class Evaluator:
             )
         resets = chunk.resets if chunk.any_reset else None
         outputs, self._state = self._predictor._run(chunk.inputs, self._state, resets)
+        unpacked = self._predictor._unpacked
         self._steps += chunk.valid_steps
         if objective:
             if objective.joins:
@@ -234,19 +239,27 @@ class Evaluator:
                 self._add_loss(outputs, chunk)
         if self._metric is not None and chunk.valid_steps:
             rows, targets = chunk.valid_pairs(outputs)
+            single = isinstance(self._metric, Sums | TorchMetricAdapter)
+            if single and self._predictor.net.adapter.unpack:
+                raise ModelError(
+                    "the net has several outputs, and this metric takes one tensor. Give an object"
+                    " with new(), compute() and update(outputs, targets), which adds the items that"
+                    " it needs to metrics of its own: self.own.update(outputs[0], targets)"
+                )
             owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
             indices, counts = map(Tensor.tolist, owners.unique(return_counts=True))
-            self._metrics[None].update(rows, targets)
+            self._metrics[None].update(unpacked(rows), targets)
             if len(indices) > 1:
                 order = send(owners.argsort(stable=True), rows.device)
                 rows, targets = rows.index_select(0, order), targets.index_select(0, order)
             parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
             for recording, rows, targets in parts:
-                self._metrics[recording].update(rows, targets)
-        return outputs
+                self._metrics[recording].update(unpacked(rows), targets)
+        return unpacked(outputs)
 
     def _add_loss(self, outputs: Tensor, chunk: Chunk) -> None:
         objective: Any = self._objective
+        objective.bind(self._predictor.net.adapter.unpack)
         with torch.enable_grad():  # a loss may compute gradients itself
             loss, weight = objective(outputs, chunk)
         self._loss += loss.detach().to(real_type(loss)) * weight  # waits for no device

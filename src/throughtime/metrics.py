@@ -47,7 +47,10 @@ class Metric(Protocol):
         ...
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1."""
+        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1.
+
+        Of a net with several outputs they are in a tuple or a dict, as `tt.predict` returns them.
+        """
         ...
 
     def compute(self) -> Metrics:

@@ -20,6 +20,7 @@ from throughtime.carry.carried import (
     Carried,
     device_of,
     dtype_of,
+    pack,
     require_carried,
     running,
 )
@@ -99,7 +100,8 @@ def predict(
         on_nan: as for `Predictor`: "hold" and "reset" leave out steps whose inputs are not finite.
 
     Returns:
-        `out`, or a tensor `(T, C)`; and the state, one lane.
+        `out`, or a tensor `(T, C)`; and the state, one lane. Several outputs are a tuple or a dict
+        of such tensors, and lie side by side in `out`.
 
     Raises:
         DataError: inputs that are NaN or infinite; the row and the column are named.
@@ -145,7 +147,7 @@ def predict(
         values: Any = rows if isinstance(writer, Tensor) else rows.numpy()
         writer[span] = values
         start = span.stop
-    return writer, predictor.state
+    return predictor._unpacked(writer) if out is None else out, predictor.state
 
 
 class Predictor:
@@ -214,17 +216,22 @@ class Predictor:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`, of NumPy or torch.
 
         `resets` `(T, B)` marks lanes that start a recording. The single lane of a predictor may
-        come without its dimension, `(T, D)`.
+        come without its dimension, `(T, D)`. Several outputs are a tuple or a dict.
 
         Raises:
             DataError: an input is NaN or infinite, or the inputs have another number of lanes.
             RunError: an output is NaN though the inputs are finite, or another thread is calling.
         """
         refuse_whole_recordings(self.net)
-        return self._call(inputs, resets)
+        return self._unpacked(self._call(inputs, resets))
+
+    def _unpacked(self, outputs: Any) -> Any:
+        """The items of several outputs."""
+        unpack = self.net.adapter.unpack
+        return outputs if unpack is None else unpack(outputs)
 
     def _call(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Tensor:
-        """As a call, also of a net that needs whole recordings."""
+        """As a call; several outputs lie side by side."""
         x = self._as_tensor(inputs)
         if x.dim() == (2 if x.is_floating_point() else 1):
             marks = None if resets is None else resets.unsqueeze(1)
@@ -311,7 +318,8 @@ class Predictor:
         try:
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
-            return self.net(x, state, resets)
+            outputs, after = self.net(x, state, resets)
+            return pack(outputs), after
         except (ModelError, RuntimeError, ValueError, IndexError) as error:
             is_said = isinstance(error, (DataError, RunError, StateError))
             if not is_said and (hint := inputs_hint(self.net.module, x)):
@@ -375,7 +383,7 @@ class Predictor:
         """
         refuse_whole_recordings(self.net)
         y = self._call(self._as_tensor(inputs).unsqueeze(0))
-        return y.squeeze(0)
+        return self._unpacked(y.squeeze(0))
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
         """Start some lanes anew, by number; all of them by default.

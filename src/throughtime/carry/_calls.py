@@ -6,6 +6,7 @@ A convention is a description without the module: it fits each copy on which it 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs, `H` hidden, `L` layers.
 """
 
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -58,10 +59,13 @@ class Adapter:
 
     Attributes:
         module: the user's.
+        unpack: returns the items of several outputs from what `run` returns, in which they lie
+            side by side; None for a single one.
         base: what the user says about a module that trials measure; None for a known one.
     """
 
     base: "Convention | None" = None
+    unpack: Callable[[Tensor], Any] | None = None
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -160,6 +164,11 @@ class Convention:
     lanes: LaneLayout = field(default_factory=LaneLayout)
 
     @property
+    def several(self) -> bool:
+        """Whether several outputs are asked for."""
+        return isinstance(self.output, list) or self.output == "all"
+
+    @property
     def is_inside(self) -> bool:
         """Whether the state is in attributes, if there is any."""
         return not (self.arguments or self.layers or self.call)
@@ -201,6 +210,8 @@ class ModuleAdapter(Adapter):
     def __init__(self, module: nn.Module, convention: Convention, x: Tensor) -> None:
         super().__init__(module)
         self.convention, self.example = convention, torch.zeros_like(x[:1, :1])
+        is_row = convention.several and any(y.path for y in convention.outputs)
+        self.unpack = self._unpack if is_row else None
         self._hooks = LayerHooks(module, convention.layers)
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
@@ -211,7 +222,7 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        own = c.context, c.inputs, c.call, c.scratch, c.outputs[1:], c.drop
+        own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
         if c.unit != "chunk" or any(own) or c.order != outputs.order:
             return None
         if not c.arguments:
@@ -335,9 +346,21 @@ class ModuleAdapter(Adapter):
         """
         steps, lanes = x.shape[0] - before, x.shape[1]  # export needs no len
         ys = [y.read(result, steps, lanes, before) for y in self.convention.outputs]
-        if len(ys) == 1:
+        if self.unpack is None:
             return ys[0]
         return torch.cat([y.reshape(steps, lanes, -1) for y in ys], -1)
+
+    def _unpack(self, y: Tensor) -> Any:
+        """Several items that lie side by side, `(..., C)`: a dict by their keys, or a tuple."""
+        items = self.convention.outputs
+        parts = y.split([math.prod(item.features) for item in items], -1)
+        rows = [
+            part.reshape(*y.shape[:-1], *item.features)
+            for item, part in zip(items, parts, strict=True)
+        ]
+        named = {y.path[-1]: part for y, part in zip(items, rows, strict=True) if y.path}
+        is_named = len(named) == len(rows) and {*map(type, named)} == {str}
+        return named if is_named else tuple(rows)
 
     def _invoke(self, x: Tensor, state: Any, before: int = 0) -> tuple[Any, State]:
         """The result of the module, and the state after it.

@@ -390,8 +390,7 @@ class Search:
         sizes = len(x), x.shape[1], c.context
         fits = [OutputLayout.of(path, y, orders, sizes, x.dim()) for path, y in leaves]
         layouts = [layout for layout in fits if layout is not None]
-        several = isinstance(c.output, list) or c.output == "all"
-        if not layouts or (several and None in fits):
+        if not layouts or (c.several and None in fits):
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
                 f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
@@ -399,7 +398,7 @@ class Search:
             )
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
-        return [tuple(layouts)] if several else [(layout,) for layout in layouts]
+        return [tuple(layouts)] if c.several else [(layout,) for layout in layouts]
 
     def _check_order(
         self, c: Convention, result: Any, state: State, choices: list[Outputs]

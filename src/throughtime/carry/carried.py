@@ -149,7 +149,8 @@ class Carried(nn.Module):
                 a device they are read, which waits for it; those of a chunk are not.
 
         Returns:
-            `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed.
+            `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed. Of
+            several outputs `y` is a tuple or a dict.
 
         Raises:
             StateError: a state of another structure or number of lanes.
@@ -182,10 +183,11 @@ class Carried(nn.Module):
             split = (not x.is_cpu and cudnn_rules(x)) or (
                 resets is not None and not adapter.takes_resets()
             )
-            return (self._run_split if split else self._run)(x, state, resets)
+            y, after = (self._run_split if split else self._run)(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
+        return (y if adapter.unpack is None else adapter.unpack(y)), after
 
     def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         """One call. The state keeps its dtypes under autocast: bfloat16 loses bits over hours."""
@@ -257,6 +259,14 @@ def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
         state_dict.update({prefix + WRAPPED + n: state_dict.pop(prefix + n) for n in names})
 
 
+def pack(y: Any) -> Tensor:
+    """Several outputs `(..., C)` side by side, as one tensor; a tensor as it is."""
+    if isinstance(y, Tensor):
+        return y
+    items = y.values() if isinstance(y, dict) else y
+    return torch.cat([item.reshape(*item.shape[:2], -1) for item in items], -1)
+
+
 def carry(
     module: nn.Module,
     x: Tensor | None = None,
@@ -284,8 +294,9 @@ def carry(
         inputs: maps inputs, time first, to what the module takes: a tensor, or a tuple of
             arguments.
         output: index or key of the outputs, where the module returns several tensors; a tuple of
-            them for a tensor in a nested result; a list of these, or "all" that it returns but the
-            state, which then lie side by side, `(T, B, C)`: take them apart by `y.split`.
+            them for a tensor in a nested result; a list of these for several outputs, or "all" of
+            them but the state. Several are a dict, if their keys are different strings, else a
+            tuple; outputs of several types get the widest of them.
         start: the state before a recording in the module's layout, of all lanes, of one or without
             a dimension for lanes; or a function of the number of lanes, or of the module and that
             number, which returns it.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried
+from throughtime.carry.carried import Carried, device_of, dtype_of, pack, require_carried
 from throughtime.chunk import Chunk, Placement
 from throughtime.errors import DataError
 from throughtime.gradient import Objective
@@ -66,6 +66,8 @@ class StreamSlice:
         self._stream, self.placement = stream, objective.placement(net) if objective else plain
         first = self.read(0, 1)
         self.state = net.initial_state(first.lanes, like=first.inputs)
+        if objective is not None:
+            objective.bind(net.adapter.unpack)
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps from `start` to before `stop`."""
@@ -87,7 +89,7 @@ def run_spans(
         rows = read(begin, stop)
         resets = rows.resets if rows.any_reset else None
         y, state = net(rows.inputs, hook(begin, state), resets)
-        yield rows, y, state
+        yield rows, pack(y), state
 
 
 class CreditGate(torch.autograd.Function):

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from throughtime.carry.carried import Carried, device_of
+from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk
 from throughtime.diagnose._slice import CreditPass, StreamSlice, run_spans
 from throughtime.diagnose.trace import vector_norms
@@ -260,10 +260,10 @@ def _measure(
         resets, rows = window.resets.clone(), window[first - context :]
         resets[steps + 1 - context, lanes] = True
         start = net.initial_state(rows.lanes, like=rows.inputs)
-        y, _ = net(rows.inputs, start, resets[first - context :])
+        y = pack(net(rows.inputs, start, resets[first - context :])[0])
         if context == contexts[-1]:
             objective(y, rows)  # which refuses a loss that is not that of its steps
-            if objective.sequences and is_additive(objective.loss_fn, y, rows, lanes=True) is False:
+            if objective.sequences and is_additive(objective.call, y, rows, lanes=True) is False:
                 raise ModelError(
                     "tt.reach takes the loss of each lane alone, and that of all lanes together is"
                     " another: return a sum over steps and lanes, and their number"

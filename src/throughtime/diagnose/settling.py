@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from throughtime.carry.carried import Carried, running
+from throughtime.carry.carried import Carried, pack, running
 from throughtime.diagnose._slice import StreamSlice, run_spans
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient.segment import preserve_rng_and_buffers
@@ -177,6 +177,7 @@ def settling_time(
         rows = [section.read(c.step, c.step + c.compared).inputs[:, c.run.lane] for c in drawn]
         inputs = pad_sequence(rows)
         cold, _ = net(inputs, net.initial_state(len(drawn), like=inputs))
+        cold = pack(cold)
     return _compared(played, drawn, (carried, cold), tolerance, scale)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import is_accelerator
-from throughtime.carry.carried import Carried, device_of
+from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError, ModelError, RunError, listed
 from throughtime.gradient._fused import try_fused
@@ -69,7 +69,7 @@ class Update:
             it waits for the device.
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
-        outputs: `(T, B, C)` detached, of the steps in `chunk`.
+        outputs: `(T, B, C)` detached, of the steps in `chunk`; a tuple or a dict of several.
         chunk: the steps whose losses count. Of several segments, or of several accumulated
             updates, it is the last part, so that memory stays flat; unless a `tt.SequenceLoss`
             takes all segments together.
@@ -446,7 +446,8 @@ class Executor:
         total = parts[0].weight
         if len(parts) > 1:
             loss, total = pooled([(part.loss, part.weight) for part in parts], y)
-        update = Update(loss.detach(), valid if total else 0, state, y, chunk, total)
+        outputs = y if objective.unpack is None else objective.unpack(y)
+        update = Update(loss.detach(), valid if total else 0, state, outputs, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
             mean = total if self.ranks is None else self.ranks.mean(total)
             loss = loss * (mean / (w.per * chunk.lanes))
@@ -514,7 +515,8 @@ class Executor:
             def run() -> tuple[Any, ...]:
                 state = self.net.initial_state(few.lanes, like=few.inputs)
                 y, after = self.net(few.inputs, state)
-                return y, after, None if self.objective.joins else self.objective(y, few)
+                self.objective.bind(self.net.adapter.unpack)
+                return y, after, None if self.objective.joins else self.objective(pack(y), few)
 
             self._step_bytes = graph_bytes(self.net, few, run)
         return automatic_chunk(w.stop - w.start, self._step_bytes)
@@ -554,6 +556,9 @@ class Executor:
             if enter is not None and part.any_reset:  # at its first step alone
                 state, resets = enter(part, state, net.initial_state(part.lanes, like=x)), None
             y, state = net(x, state, resets)
+            if not isinstance(y, Tensor):
+                self.objective.bind(net.adapter.unpack)
+                y = pack(y)
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 

@@ -157,6 +157,11 @@ class SequenceLoss(nn.Module):
         return loss, size
 
 
+def _of_items(fn: Any, unpack: Any, outputs: Tensor, other: Any) -> Any:
+    """The loss of several outputs, which lie side by side; `other` are targets, or the chunk."""
+    return fn(unpack(outputs), other)
+
+
 def pooled(parts: Sequence[tuple[Tensor, float]], outputs: Tensor) -> tuple[Tensor, float]:
     """The mean of some mean losses by their weights, and its weight."""
     total = sum(weight for _, weight in parts)
@@ -188,12 +193,13 @@ class Objective:
         split: bool = False,
     ) -> None:
         own: Any = loss_fn
-        self.loss_fn = own
+        self.loss_fn = self.call = own  # `call` takes outputs in one tensor
         self.scaler, self.split = scaler, split
         self.sequences = isinstance(own, SequenceLoss)
         self.function = own.fn if self.sequences else own
         self.joins: bool = self.sequences and not own.additive
         self.stride: int | None = None
+        self.unpack: Any = None  # of a net with several outputs
         # how often the law of this loss was tried, and whether it holds, once known
         self._trials, self._lawful = 0, self.joins or type(own).__module__ in _TORCH or None
         if getattr(own, "reduction", "mean") == "sum":
@@ -233,7 +239,7 @@ class Objective:
         if self._lawful is None:
             self._check_mean(rows, targets)
         try:
-            loss = self.loss_fn(rows, targets)
+            loss = self.call(rows, targets)
         except (RuntimeError, ValueError, IndexError) as error:
             classes, width = targets.dim() == 1, rows.shape[-1]
             needed = int(targets.max()) + 1 if classes else targets.shape[1]
@@ -262,12 +268,30 @@ class Objective:
     def _of_sequences(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         """The loss of steps in their order, or the mean of those of every stride."""
         if self._lawful is None and chunk.steps > 1:
-            self._judge(is_additive(self.loss_fn, outputs, chunk))
+            self._judge(is_additive(self.call, outputs, chunk))
             self.require_parts()
         every = self.stride or chunk.steps
         spans = [slice(begin, begin + every) for begin in range(0, chunk.steps, every)]
-        parts = [self.loss_fn(outputs[at], chunk[at]) for at in spans if chunk[at].valid_steps]
+        parts = [self.call(outputs[at], chunk[at]) for at in spans if chunk[at].valid_steps]
         return pooled(parts, outputs)
+
+    def bind(self, unpack: Any) -> None:
+        """Let the loss have the items of several outputs, which lie side by side until then.
+
+        Raises:
+            ModelError: it is one of torch's, which take one tensor.
+        """
+        if self.unpack is None and unpack is not None:
+            own, self.unpack = self.loss_fn, unpack
+            if target_kind(own):
+                raise ModelError(
+                    "the net has several outputs, and this loss takes one tensor: write"
+                    " tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])),"
+                    " additive=True), with the number or the name of the output that it is for"
+                )
+            self.call = partial(_of_items, self.function, unpack)
+            if self.sequences:
+                self.call = SequenceLoss(self.call, own.over, own.additive)
 
     def set_stride(self, stride: int | None, policy: str) -> None:
         """Call a loss of whole windows for every stride, where another policy is compared.
@@ -313,8 +337,8 @@ class Objective:
 
     def _check_mean(self, rows: Tensor, targets: Tensor) -> None:
         """Try the law of the mean: refuse a loss that breaks it where it is split, else warn."""
-        verdict = is_mean(self.loss_fn, rows, targets, self._weigh)
-        if verdict is False and pairs_rows(self.loss_fn, rows, targets):
+        verdict = is_mean(self.call, rows, targets, self._weigh)
+        if verdict is False and pairs_rows(self.call, rows, targets):
             raise ModelError(
                 "loss_fn pairs each row with every other: it is the mean over all pairs of an"
                 f" output and a target. The outputs are {tuple(rows.shape)} and the targets"
@@ -372,7 +396,7 @@ class Objective:
                 at_fault = [
                     index
                     for index in owners.unique().tolist()
-                    if not self.loss_fn(rows[owners == index], targets[owners == index]).isfinite()
+                    if not self.call(rows[owners == index], targets[owners == index]).isfinite()
                 ]
         return at_fault or chunk.recording[chunk.recording >= 0].unique().tolist()
 

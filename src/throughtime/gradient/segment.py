@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 
 from throughtime import state as trees
 from throughtime._device import fork_rng, generators, is_accelerator, real_type, set_generators
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, pack, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
 from throughtime.gradient.objective import sizes
@@ -406,12 +406,13 @@ def rollout(
         ) -> tuple[Tensor, ...]:
             y, state = net(rows, rebuild(leaves), part.resets if part.any_reset else None)
             results, after[0] = flatten(state)
-            return y, *results
+            return pack(y), *results
 
         span, inputs = (part.start, part.stop), (rows, *leaves)
         y, *leaves = Segment.apply(run, span, replay, None, len(inputs), *inputs, *weights)
         outputs.append(y)
-    return torch.cat(outputs), after[0](leaves)
+    y, unpack = torch.cat(outputs), net.adapter.unpack
+    return (unpack(y) if unpack else y), after[0](leaves)
 
 
 def flatten(state: State) -> tuple[Sequence[Tensor], Rebuild]:
