@@ -5,7 +5,7 @@
 Nets of two layers of H units and a linear readout, float32, one thread: as an `nn.Sequential`, as a
 class whose state is read and set by hooks, and as a class that takes and returns its state. First
 each carried net is checked to compute what `torch.nn` computes. Then the first chunk's trials are
-timed, one net after the other in each round (goal: a median under 20 ms on a quiet machine), and
+timed, one net after the other in each round (goal: a median of 50 ms on a quiet machine), and
 a later check of the same net, which is one look-up. On a busy machine read the processor time.
 """
 

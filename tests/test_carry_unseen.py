@@ -398,6 +398,81 @@ def test_where_a_result_may_be_turned_the_line_says_how(
         assert apart(played(net, x), torch.stack(wanted)) > EXACT
 
 
+class ReturnsItsStateIfAsked(nn.Module):
+    """A loop of its own, with a flag by which it is asked for its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.hidden = nn.Linear(FEATURES, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: Tensor | None = None, return_state: bool = False) -> Any:
+        h, ys = x.new_zeros(x.shape[1], 4) if state is None else state, list[Tensor]()
+        for step in x:
+            h = torch.tanh(self.inputs(step) + self.hidden(h))
+            ys.append(h)
+        return (torch.stack(ys), h) if return_state else torch.stack(ys)
+
+
+def test_the_line_for_a_flag_takes_outputs_and_state_in_their_order() -> None:
+    module, x = ReturnsItsStateIfAsked(), inputs()
+    with pytest.raises(ModelError) as refused:
+        tt.carry(module, x)
+    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
+    net = tt.carry(module, x, **eval(f"dict({line})", {"torch": torch, "N": 4}))
+    assert apart(played(net, x), module(x)) < EXACT
+
+
+class SharedCovariance(nn.Module):
+    """A filter whose gain is that of the first lane: all lanes have it until one restarts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.map = nn.Parameter(torch.tensor(0.3)), nn.Linear(FEATURES, FEATURES)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        mean, variance = state
+        variance = variance[:1].expand_as(variance) / 2 + self.noise
+        mean = mean + variance / (variance + 1) * (self.map(x) - mean)
+        return mean * 2, (mean, variance)
+
+
+def test_a_state_that_one_lane_reads_of_another_is_refused() -> None:
+    def start(lanes: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(lanes, FEATURES), torch.ones(lanes, 1)
+
+    with pytest.raises(ModelError, match="one lane change another lane"):
+        tt.carry(SharedCovariance(), inputs(), start=start)
+
+
+class Joins(nn.Module):
+    """A step that joins its inputs and its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(FEATURES + 4, 4)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.map(torch.cat([x, h], 1)))
+        return h * 2, h
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_a_start_of_no_lane_is_taken_by_a_step_that_joins_it(shape: tuple[int, ...]) -> None:
+    net = tt.carry(Joins(), inputs(), start=torch.full(shape, 0.5))
+    assert torch.equal(net.initial_state(2), torch.full((2, 4), 0.5))
+
+
+def test_a_start_that_fails_is_not_replaced_by_zeros_in_the_line() -> None:
+    def start(lanes: int) -> Tensor:
+        raise NameError(f"name 'VALUE' is not defined, for {lanes} lanes")
+
+    with pytest.raises(ModelError, match="'VALUE' is not defined") as refused:
+        tt.carry(Joins(), inputs(), start=start)
+    assert "Write:" not in str(refused.value)
+
+
 class MeanState(nn.Module):
     """What it returns as its state is a mean over the steps of a call."""
 

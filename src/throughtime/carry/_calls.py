@@ -311,8 +311,8 @@ class ModuleAdapter(Adapter):
         c, weight, lanes = self.convention, weight_of(self.module), x.shape[1]
 
         def fit(leaf: Tensor) -> Tensor:
-            is_row = leaf.dim() > 1 and leaf.shape[-2] == 1 and lanes not in leaf.shape
-            leaf = leaf.repeat_interleave(lanes, -2) if is_row else leaf
+            if lanes not in leaf.shape and leaf.shape[-2:-1] in ((1,), ()):  # of one lane, or none
+                leaf = leaf.expand(*leaf.shape[:-2], lanes, *leaf.shape[-1:])
             return leaf.to(weight) if weight is not None and leaf.is_floating_point() else leaf
 
         start = None if c.start == OWN else trees.map_tensors(fit, self.start(lanes))

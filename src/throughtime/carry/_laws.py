@@ -4,7 +4,7 @@ repeat    two equal calls give equal outputs
 value     a call does not change the state that it gets
 inputs    an input changes the output of its own step or of a later one
 causal    an input changes no earlier output
-lanes     the inputs of one lane change no other lane, and lanes run alone with their states
+lanes     the inputs and the restart of one lane change no other, and lanes run alone
 shape     the state keeps its shape from call to call
 whole     chunks with the state carried give what one call gives
 memory    outputs depend on the state
@@ -317,6 +317,9 @@ def _of_any(
         deviation = float(torch.cat([changed(count - 1)[:, :-1], changed(0)[:, 1:]]).max())
         if runs.is_training:
             return deviation  # a mask may be drawn for each row of the batch
+        restarted = torch.arange(count, device=x.device) == 0
+        y, _ = runs(late, state=trees.reset(before, runs.starts[0], restarted))
+        deviation = max(deviation, difference(y[:, 1:], second[:, 1:]))
         try:
             return max(deviation, alone(count - 1, 0))
         except MISFIT_ERRORS:  # it is made for a number of lanes
@@ -360,9 +363,9 @@ def _credit(runs: Runs, x: Tensor, lengths: list[int], limit: float) -> float:
             return math.inf
         return gradient_difference(y, z, leaves)
     except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
-        if runs.is_training:
-            return 0.0
-        raise
+        if not runs.is_training:
+            raise
+        return _credit(Runs(runs.adapter, runs.module, x.shape[1], None), x, lengths, limit)
 
 
 def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:

@@ -169,7 +169,7 @@ def _line(search: Search, nearest: Failure) -> str:
 def _call(search: Search) -> str:
     """The keywords with inputs, or a call and a start; none where no argument is a state."""
     name, parameters = _method(search)
-    if search.base.inputs or not parameters:
+    if search.base.inputs or search.base.start or not parameters:
         return ""
     turned = is_turned(parameters)
     first = parameters.pop(int(turned)).name
@@ -186,7 +186,9 @@ def _call(search: Search) -> str:
         return ""
     values |= {n: f"state[{i}]" for i, n in enumerate(states) if states[1:]}
     passed = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
-    call = f"m{name}({', '.join(passed)})" + "[::-1]" * search.is_turned
+    call = f"m{name}({', '.join(passed)})"
+    if search.is_turned and "True" not in values.values():  # a flag may change what it returns
+        call += "[::-1]"
     if states[1:]:
         method = getattr(search.module, name[1:] or "forward")
         known = {plain_name(n): n for n in states}

@@ -494,10 +494,10 @@ class Search:
         steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
         is_second = twin is self.twins[:2][-1]
         names = ["random", *MEASURED, "kept"]
-        names += ["long"] * (twin in self.twins[:2] and steps > STEPS)
+        names += ["long"] * (is_second and steps > STEPS)
         names += ["start", "last"] * is_second
-        if is_training and twin is not self.twins[0]:
-            names.remove("credit")
+        if is_training or not is_second:
+            names.remove("credit")  # in training, if that is how the module is used
         long = twin.inputs(lanes, steps)
         with twin.bound(c) as bound:
             yield from measured(bound, twin.module, x, names, long=long)
