@@ -206,7 +206,7 @@ class RootTable:
         root.learned = learned
         states = [(t, each) for t, each in known if each.behind]
         if states and marks:
-            root.behind = max((each.behind for _, each in states), key=_serial)
+            root.behind = max((each.behind for _, each in states), key=lambda call: call.serial)
             root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = any(each.cut or not t.requires_grad for t, each in states)
@@ -305,7 +305,3 @@ def remember(table: dict[Any, Any], key: Any, value: Any, most: int = 64) -> Any
     if len(table) > most:
         del table[next(iter(table))]
     return value
-
-
-def _serial(call: Any) -> int:
-    return int(call.serial)

@@ -168,7 +168,8 @@ class Watcher(TorchFunctionMode):
         if changes and self._record_change(inputs[0], op):
             return
         first, learned = outputs[0], any(t.requires_grad for t in inputs)
-        is_discrete = not (first.is_floating_point() or first.is_complex())
+        # a token or an action; spikes and masks are no data
+        is_discrete = first.dtype == torch.int64
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and is_discrete)
         )

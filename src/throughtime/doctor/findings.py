@@ -139,8 +139,7 @@ class FindingList:
     @classmethod
     def from_options(cls, ignore: Iterable[str], strict: bool) -> "FindingList":
         """An empty list, with the codes checked."""
-        is_many = hasattr(ignore, "__iter__") and not isinstance(ignore, str)
-        codes = frozenset[Any](ignore if is_many else [ignore])
+        codes = frozenset[Any]([ignore] if isinstance(ignore, str | int) else ignore)
         if unknown := sorted(map(str, codes - CODES.keys())):
             raise ConfigError(
                 f"ignore={ignore!r}: unknown {unknown}, the codes are {', '.join(CODES)}."

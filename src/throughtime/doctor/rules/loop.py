@@ -169,7 +169,10 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
     parameter = next(same, None)
     at = [
         line_of(instruction)
-        for version, of, instruction, last in log.in_place
+        # of a tensor of that shape first: others may be what it is a view of
+        for version, of, instruction, last in sorted(
+            log.in_place, key=lambda c: sorted(c[1]) != shape
+        )
         if expected < version <= now and last >= number - 64 and math.prod(of) >= math.prod(shape)
     ]
     if parameter is not None:
