@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -323,6 +324,22 @@ def test_a_step_between_a_forward_and_its_backward_is_told_to_come_last() -> Non
     d = examine(changed_before_its_backward, "inplace operation")
     assert {(f.code, f.line) for f in d.findings} == marks(changed_before_its_backward)
     assert "loss.backward() before optimizer.step()" in d.findings[0].fix
+
+
+def masked_in_place() -> None:
+    (mix,), _ = models((nn.Linear, 7, 4))
+    h = torch.zeros(2, 4)
+    for x in STREAM[:9]:
+        h = torch.tanh(mix(torch.cat([x, h], 1)))
+        h *= x[:, :1] > 0  # <- TT103
+    h.square().mean().backward()
+
+
+def test_a_change_is_not_taken_for_that_of_a_weight_when_it_was_made() -> None:
+    """In a thread of its own the graph has the first numbers, as in a script."""
+    with ThreadPoolExecutor(1) as pool:
+        d = pool.submit(examine, masked_in_place, "inplace operation").result()
+    assert {(f.code, f.line) for f in d.findings} == marks(masked_in_place)
 
 
 # Evaluations with their graphs.

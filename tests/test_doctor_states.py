@@ -101,74 +101,8 @@ def strided(net: nn.Module) -> None:
 
 
 @sound
-def a_layer_reads_every_fourth_step() -> None:
-    strided(Net())
-
-
-@sound
 def cells_read_every_fourth_step() -> None:
     strided(Cells())
-
-
-@sound
-def single_steps_with_a_stride() -> None:
-    x, net, h = series(300, 2, 3), nn.GRUCell(3, 1), torch.zeros(2, 1)
-    for i in range(0, 80, 5):
-        h = net(x[i], h.detach())
-        learn(net, mse(h, x[i + 5, :, :1]))
-
-
-@sound
-def a_dilated_phase_after_another_each_from_zero() -> None:
-    x, net = series(402, 2, 3), Net()
-    for phase in range(4):
-        h = None
-        for i in range(phase, 400, 80):
-            y, h = net(x[i : i + 80 : 4], h)
-            h = h.detach()
-            learn(net, mse(y, x[i : i + 80 : 4, :, :1]))
-
-
-@sound
-def read_from_the_end_with_flips() -> None:
-    x, net, h = series(120, 2, 3), Net(), None
-    for end in range(120, 0, -10):
-        chunk = x[end - 10 : end].flip(0)
-        y, h = net(chunk, h)
-        h = h.detach()
-        learn(net, mse(y, chunk[..., :1]))
-
-
-@sound
-def the_whole_stream_flipped_first() -> None:
-    x, net, h = series(120, 2, 3).flip(0), Net(), None
-    for chunk in x.split(10):
-        y, h = net(chunk, h)
-        h = h.detach()
-        learn(net, mse(y, chunk[..., :1]))
-
-
-@sound
-def cells_count_down() -> None:
-    x, cell, head, h = series(120, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
-    net = nn.ModuleList([cell, head])
-    for end in range(120, 0, -10):
-        h, loss = h.detach(), torch.zeros(())
-        for t in range(end - 1, end - 11, -1):
-            h = cell(x[t], h)
-            loss = loss + mse(head(h), x[t, :, :1])
-        learn(net, loss)
-
-
-@sound
-def forwards_with_a_state_and_backwards_from_zero() -> None:
-    x, ahead, back, head = series(120, 2, 3), nn.GRU(3, 4), nn.GRU(3, 4), nn.Linear(8, 1)
-    net, h = nn.ModuleList([ahead, back, head]), None
-    for chunk in x.split(10):
-        a, h = ahead(chunk, h)
-        b, _ = back(chunk.flip(0))
-        h = h.detach()
-        learn(net, mse(head(torch.cat([a, b.flip(0)], -1)), chunk[..., :1]))
 
 
 @fault
@@ -178,15 +112,6 @@ def backwards_chunk_after_chunk_forwards_inside() -> None:
         y, h = net(x[end - 10 : end], h)  # <- TT207
         h = h.detach()
         learn(net, mse(y, x[end - 10 : end, :, :1]))
-
-
-@fault
-def every_second_chunk_of_a_strided_read() -> None:
-    x, net, h = series(1600, 2, 3), Net(), None
-    for i in range(0, 1600, 160):  # <- TT207
-        y, h = net(x[i : i + 80 : 4], h)  # <- TT207
-        h = h.detach()
-        learn(net, mse(y, x[i : i + 80 : 4, :, :1]))
 
 
 @fault
@@ -219,14 +144,6 @@ def overlapping_windows_from_the_state_at_their_start() -> None:
         learn(net, mse(head(y), x[i + 1 : i + 21, :, :1]))
 
 
-@sound
-def overlapping_windows_each_from_zero() -> None:
-    x, net = series(160, 2, 3), Net()
-    for i in range(0, 140, 5):
-        y, _ = net(x[i : i + 20])
-        learn(net, mse(y, x[i + 1 : i + 21, :, :1]))
-
-
 # --- windows as samples
 
 
@@ -250,31 +167,6 @@ def one_label_a_window_from_the_mean() -> None:
 
 
 @sound
-def one_label_a_window_by_cells() -> None:
-    x, labels, cell, head = (
-        series(200, 1, 3),
-        torch.randint(0, 2, (20,)),
-        nn.GRUCell(3, 8),
-        nn.Linear(8, 2),
-    )
-    net = nn.ModuleList([cell, head])
-    for i in range(20):
-        h = torch.zeros(1, 8)
-        for x_t in x[10 * i : 10 * i + 10]:
-            h = cell(x_t, h)
-        learn(net, nn.functional.cross_entropy(head(h), labels[i : i + 1]))
-
-
-@sound
-def windows_of_one_series_that_random_order_sometimes_leaves_adjacent() -> None:
-    x, net = series(41, 1, 3), Net()
-    for _ in range(12):
-        for i in torch.randperm(4).tolist():
-            y, _ = net(x[10 * i : 10 * i + 10])
-            learn(net, mse(y, x[10 * i + 1 : 10 * i + 11, :, :1]))
-
-
-@sound
 def a_shuffled_loader_of_adjacent_windows() -> None:
     x, net = series(41, 3), Net(batch_first=True)
     windows = TensorDataset(x[:40].view(4, 10, 3), x[1:, :1].reshape(4, 10, 1))
@@ -283,26 +175,7 @@ def a_shuffled_loader_of_adjacent_windows() -> None:
             learn(net, mse(net(a)[0], b))
 
 
-@sound
-def one_code_at_every_step_of_a_decoder() -> None:
-    rows, decode, head = series(12, 14, 3), nn.LSTM(6, 8), nn.Linear(8, 3)
-    encode = nn.LSTM(3, 6)
-    net = nn.ModuleList([encode, decode, head])
-    for row in rows.unsqueeze(2):
-        code = encode(row)[1][0]
-        learn(net, (head(decode(code.repeat(14, 1, 1))[0]) - row).abs().sum())
-
-
 # --- the same old state at every chunk
-
-
-@fault
-def zeros_from_a_parameter_at_every_chunk() -> None:
-    x, net = series(121, 2, 3), Net()
-    for i in range(0, 120, 10):
-        h = net.head.weight.new_zeros(1, 2, 8)
-        y, _ = net(x[i : i + 10], h)  # <- TT201
-        learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
 
 
 @fault
@@ -314,21 +187,6 @@ def a_leaky_sum_from_zero_at_every_chunk() -> None:
             h = 0.8 * h + enter(x[t])  # <- TT201
             ys.append(head(h))
         learn(nn.ModuleList([enter, head]), mse(torch.stack(ys), x[i + 1 : i + 11]))
-
-
-@sound
-def both_directions_of_each_chunk_without_a_state() -> None:
-    x, rnn, head = series(121, 2, 3), nn.GRU(3, 4, bidirectional=True), nn.Linear(8, 3)
-    for i in range(0, 120, 10):
-        y, _ = rnn(x[i : i + 10])
-        learn(nn.ModuleList([rnn, head]), mse(head(y), x[i + 1 : i + 11]))
-
-
-@sound
-def an_evaluation_by_cells_that_detaches_now_and_then() -> None:
-    x, cell, h = series(100, 2, 3), nn.GRUCell(3, 8).eval(), torch.zeros(2, 8)
-    for t in range(100):
-        h = cell(x[t], h if t % 40 else h.detach())
 
 
 @fault
@@ -403,33 +261,11 @@ def epochs_over_one_series() -> None:
 
 
 @fault
-def epochs_over_one_series_by_cells() -> None:
-    x, net, state = series(61, 2, 3), Cells(), None
-    for _ in range(3):
-        for i in range(0, 60, 10):
-            y, state = net(x[i : i + 10], state)  # <- TT208
-            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
-
-
-@fault
 def epochs_over_one_tensor() -> None:
     x, net, h = series(31, 1, 3), Net(), torch.zeros(1, 1, 8)
     for _ in range(12):
         y, h = net(x[:-1], h.detach())  # <- TT208
         learn(net, mse(y, x[1:, :, :1]))
-
-
-@fault
-def epochs_over_a_text_in_lanes() -> None:
-    text = torch.randint(0, 11, (420,))
-    lanes = text.view(4, 105).t().contiguous()
-    table, net, h = nn.Embedding(11, 3), Net(3, 11), None
-    for _ in range(3):
-        for i in range(0, 100, 10):
-            y, h = net(table(lanes[i : i + 10]), h)  # <- TT208
-            h = h.detach()
-            target = lanes[i + 1 : i + 11].reshape(-1)
-            learn(net, nn.functional.cross_entropy(y.flatten(0, 1), target))
 
 
 @fault
@@ -457,17 +293,6 @@ def epochs_over_the_training_part_by_hand() -> None:
 
 
 @sound
-def epochs_from_a_fresh_state() -> None:
-    x, net = series(121, 2, 3), Net()
-    for _ in range(3):
-        h = None
-        for i in range(0, 120, 10):
-            y, h = net(x[i : i + 10], h)
-            h = h.detach()
-            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
-
-
-@sound
 def one_context_at_every_step() -> None:
     context, cell, head = torch.randn(2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1)
     net, h = nn.ModuleList([cell, head]), torch.zeros(2, 8)
@@ -477,17 +302,6 @@ def one_context_at_every_step() -> None:
             h = cell(context, h)
             loss = loss + (head(h) - t).square().mean()
         learn(net, loss)
-
-
-@sound
-def several_updates_on_a_chunk_from_the_same_state() -> None:
-    x, net, h = series(121, 2, 3), Net(), torch.zeros(1, 2, 8)
-    for i in range(0, 120, 10):
-        new = h
-        for _ in range(3):
-            y, new = net(x[i : i + 10], h)
-            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
-        h = new.detach()
 
 
 @sound
@@ -565,19 +379,6 @@ def several_updates_on_a_batch_each_from_the_last_state() -> None:
 
 
 @fault
-def several_updates_on_a_chunk_by_cells() -> None:
-    x, cell, head, h = series(121, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
-    net = nn.ModuleList([cell, head])
-    for i in range(0, 120, 10):
-        for _ in range(4):
-            h, loss = h.detach(), torch.zeros(())
-            for t in range(i, i + 10):
-                h = cell(x[t], h)  # <- TT210
-                loss = loss + mse(head(h), x[t + 1, :, :1])
-            learn(net, loss)
-
-
-@fault
 def several_updates_on_each_of_the_chunks_of_a_list() -> None:
     net, h = Net(), None
     for x in [torch.randn(12, 2, 3) for _ in range(8)]:
@@ -599,17 +400,6 @@ def updates_on_one_sequence_with_an_evaluation_after_each() -> None:
         with torch.no_grad():
             net(x[:-1])
         net.train()
-
-
-@sound
-def estimates_refined_from_a_new_state_for_each_window() -> None:
-    x, net = series(121, 1, 3), Net()
-    for i in range(0, 120, 20):
-        h = torch.zeros(1, 1, 8)
-        for _ in range(5):
-            y, h = net(x[i : i + 20], h)
-            h = h.detach()
-            learn(net, mse(y[-1], x[i, :, :1]))
 
 
 @sound
@@ -638,51 +428,12 @@ def a_state_of_as_many_lanes_as_the_chunk_has_steps() -> None:
 
 
 @sound
-def shuffled_samples_along_the_lanes() -> None:
-    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
-    rnn, head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 1)
-    net = nn.ModuleList([rnn, head])
-    for x, target in DataLoader(data, batch_size=5, shuffle=True):
-        y, _ = rnn(x)
-        learn(net, mse(head(y[:, -1]), target))
-
-
-@sound
-def shuffled_samples_transposed() -> None:
-    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
-    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
-    net = nn.ModuleList([rnn, head])
-    for x, target in DataLoader(data, batch_size=5, shuffle=True):
-        y, _ = rnn(x.transpose(0, 1))
-        learn(net, mse(head(y[-1]), target))
-
-
-@sound
-def a_stream_as_the_rows_of_a_loader() -> None:
-    x, net, h = series(121, 4, 3), Net(), None
-    data = TensorDataset(x[:-1], x[1:, :, :1])
-    for a, b in DataLoader(data, batch_size=10):
-        y, h = net(a, h)
-        h = h.detach()
-        learn(net, mse(y, b))
-
-
-@sound
 def rollouts_stacked_over_time() -> None:
     net = Net()
     for _ in range(6):
         x = torch.stack([torch.randn(4, 3) for _ in range(10)])
         y, _ = net(x)
         learn(net, mse(y, torch.zeros(10, 4, 1)))
-
-
-@sound
-def the_neighbour_lane_is_the_next_step() -> None:
-    hankel, net, h = series(140, 3).unfold(0, 20, 1).permute(0, 2, 1), Net(), None
-    for i in range(0, 120, 10):
-        y, h = net(hankel[i : i + 10], h)
-        h = h.detach()
-        learn(net, mse(y, hankel[i + 1 : i + 11, :, :1]))
 
 
 # --- lanes that differ
@@ -699,34 +450,6 @@ def a_smaller_last_batch() -> None:
 
 
 # --- masks, gradients by hand
-
-
-@sound
-def left_padding_with_a_mask_on_the_state() -> None:
-    cell, head = nn.GRUCell(3, 8), nn.Linear(8, 1)
-    net = nn.ModuleList([cell, head])
-    for _ in range(6):
-        x, mask = torch.randn(12, 4, 3), torch.ones(12, 4, 1)
-        for lane, pad in enumerate((3, 5, 4, 7)):
-            mask[:pad, lane], x[:pad, lane] = 0, 0
-        h = torch.zeros(4, 8)
-        for x_t, m in zip(x, mask, strict=True):
-            h = cell(x_t, h) * m
-        learn(net, mse(head(h), torch.ones(4, 1)))
-
-
-@sound
-def left_padding_that_keeps_the_state() -> None:
-    cell, head = nn.GRUCell(3, 8), nn.Linear(8, 1)
-    net = nn.ModuleList([cell, head])
-    for _ in range(6):
-        x, live = torch.randn(12, 4, 3), torch.ones(12, 4, 1, dtype=torch.bool)
-        for lane, pad in enumerate((3, 5, 4, 7)):
-            live[:pad, lane], x[:pad, lane] = False, 0
-        h = torch.zeros(4, 8)
-        for x_t, m in zip(x, live, strict=True):
-            h = torch.where(m, cell(x_t, h), h)
-        learn(net, mse(head(h), torch.ones(4, 1)))
 
 
 @sound
@@ -785,30 +508,6 @@ def states_by_key_in_another_order() -> None:
         learn(net, mse(y, x[1:, :, :1]))
 
 
-@sound
-def states_by_key_in_the_order_of_the_inputs() -> None:
-    users = {name: series(61, 3) for name in ("dora", "abe", "carl", "bea")}
-    states, net = {name: torch.zeros(8) for name in users}, Net()
-    for i in range(0, 60, 10):
-        names = list(users) if i % 20 else sorted(users)
-        x = torch.stack([users[name][i : i + 11] for name in names], 1)
-        h = torch.stack([states[name] for name in names])
-        y, h = net(x[:-1], h.unsqueeze(0))
-        states.update(zip(names, h[0].detach(), strict=True))
-        learn(net, mse(y, x[1:, :, :1]))
-
-
-@fault
-def states_that_are_stored_under_another_key() -> None:
-    users, states = {name: series(60, 1, 3) for name in "abc"}, dict[str, Tensor]()
-    net = Net()
-    for i in range(0, 60, 10):
-        for name, x in users.items():
-            y, h = net(x[i : i + 10], states.get(name))  # <- TT201
-            states[f"user {name}"] = h.detach()
-            learn(net, mse(y, x[i : i + 10, :, :1]))
-
-
 @fault
 def clips_by_a_convolutional_cell_without_a_new_state() -> None:
     net, h = nn.Conv2d(6, 4, 3, padding=1), torch.zeros(1, 4, 5, 5)
@@ -847,16 +546,6 @@ def places_of_recordings_drawn_with_the_last_state() -> None:
 
 
 @sound
-def each_chunk_from_the_clean_or_the_noisy_signal() -> None:
-    clean, net, h = series(121, 2, 3), Net(), None
-    forms = [clean, clean + torch.randn(121, 2, 3) / 9]
-    for i in range(0, 120, 10):
-        y, h = net(forms[int(torch.randint(2, ()))][i : i + 10], h)
-        h = h.detach()
-        learn(net, mse(y, clean[i + 1 : i + 11, :, :1]))
-
-
-@sound
 def question_and_answer_of_every_chunk_with_one_state() -> None:
     questions, answers, net, h = series(120, 1, 3), series(72, 1, 3), Net(), None
     for question, answer in zip(questions.split(10), answers.split(6), strict=True):
@@ -864,17 +553,6 @@ def question_and_answer_of_every_chunk_with_one_state() -> None:
         y, h = net(answer, h)
         learn(net, y.square().mean())
         h = h.detach()
-
-
-@sound
-def a_state_for_each_user() -> None:
-    users = {name: series(60, 1, 3) for name in "abc"}
-    net, states = Net(), dict[str, Tensor]()
-    for i in range(0, 60, 10):
-        for name, x in users.items():
-            y, h = net(x[i : i + 10], states.get(name))
-            states[name] = h.detach()
-            learn(net, mse(y, x[i : i + 10, :, :1]))
 
 
 @sound
@@ -914,32 +592,6 @@ def lanes_shuffled_together_with_their_states() -> None:
         y, h = net(x[i : i + 10, order], h)
         h = h.detach()
         learn(net, mse(y, x[i : i + 10, order, :1]))
-
-
-@sound
-def the_last_output_as_the_state() -> None:
-    x, rnn, head, h = (
-        series(240, 3).view(2, 120, 3),
-        nn.GRU(3, 8, batch_first=True),
-        nn.Linear(8, 1),
-        None,
-    )
-    net = nn.ModuleList([rnn, head])
-    for i in range(0, 120, 10):
-        y, _ = rnn(x[:, i : i + 10], h)
-        h = y[:, -1:].detach().transpose(0, 1).contiguous()
-        learn(net, mse(head(y), x[:, i : i + 10, :1]))
-
-
-@sound
-def an_ensemble_on_one_stream() -> None:
-    x, nets = series(121, 2, 3), [Net() for _ in range(3)]
-    states: list[Any] = [None] * 3
-    for i in range(0, 120, 10):
-        for k, net in enumerate(nets):
-            y, h = net(x[i : i + 10], states[k])
-            states[k] = h.detach()
-            learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
 
 
 REFUSED = {

@@ -427,55 +427,6 @@ def online_filter_with_a_graph():
     print(highest)
 
 
-class Trainer:
-    def __init__(self, model, chunk):
-        self.model, self.chunk = model, chunk
-        self.optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-        self.h = torch.zeros(1, 8)
-
-    def chunk_step(self, x, y):
-        logits, h = self.model(x, self.h)  # <- TT204
-        self.h = h.detach()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
-
-    def fit(self, patients):
-        for name, (signal, label) in patients.items():
-            losses = [
-                self.chunk_step(x, y)
-                for x, y in zip(signal.split(self.chunk), label.split(self.chunk))
-            ]
-            print(name, sum(losses) / len(losses))
-
-
-def load_recordings():
-    lengths = [60, 40, 80, 50]
-    return [torch.randn(n + 1, 1, 2).cumsum(0) / 8 + 3 * i for i, n in enumerate(lengths)]
-
-
-def recordings_in_one_breath():
-    """Several recordings are played one after another, and the state of each enters the next: it
-    is made once, before the loop.
-    """
-    torch.manual_seed(30)
-    lstm, head = nn.LSTM(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=2e-3)
-    state = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
-    for number, recording in enumerate(load_recordings()):
-        for i in range(0, len(recording) - 1, 10):
-            x, y = recording[i : i + 10], recording[i + 1 : i + 11]
-            out, state = lstm(x, state)  # <- TT204
-            state = tuple(s.detach() for s in state)
-            loss = nn.functional.mse_loss(head(out), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        print(number, loss.item())
-
-
 class Online:
     def __init__(self):
         self.lstm, self.fc = nn.LSTM(4, 8), nn.Linear(8, 3)
@@ -524,47 +475,6 @@ def state_in_a_table():
         optimizer.step()
 
 
-CORPUS = "a rose is a rose is a rose and so on it goes until nobody knows how the poem flows " * 5
-
-
-def batchify(ids, lanes):
-    steps = len(ids) // lanes
-    return ids[: steps * lanes].view(lanes, steps).t().contiguous()
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, vocab):
-        super().__init__()
-        self.table = nn.Embedding(vocab, 8)
-        self.core = nn.RNN(8, 16, nonlinearity="tanh")
-        self.logits = nn.Linear(16, vocab)
-
-    def forward(self, ids, hidden=None):
-        hidden_states, hidden = self.core(self.table(ids), hidden)  # <- TT201
-        return self.logits(hidden_states), hidden
-
-
-def state_returned_but_not_passed():
-    """A language model on adjacent batches: the state comes back from every call and is never
-    given to the next one.
-    """
-    torch.manual_seed(24)
-    alphabet = {c: i for i, c in enumerate(sorted(set(CORPUS)))}
-    stream = batchify(torch.tensor([alphabet[c] for c in CORPUS]), lanes=4)
-    model, bptt = LanguageModel(len(alphabet)), 11
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for i in range(0, stream.size(0) - 1 - bptt, bptt):
-        model.zero_grad()
-        logits, hidden = model(stream[i : i + bptt])  # <- TT201
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), stream[i + 1 : i + 1 + bptt].flatten()
-        )
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-    print(loss.item())
-
-
 def state_through_numpy():
     """The hidden states are kept in a NumPy array, and each step begins from the row before: no
     gradient comes through.
@@ -607,38 +517,6 @@ def state_thrown_away():
             optimizer.step()
             losses.append(loss.item())
         print(epoch, sum(losses) / len(losses))
-
-
-class Sessions:
-    def __init__(self, model, lr):
-        self.model = model
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-        self.states = {}
-
-    def learn(self, user, clicks, targets):
-        state = self.states.get(user)  # <- TT201
-        hidden, state = self.model["core"](clicks, state)  # <- TT201
-        self.states[f"user{user}"] = state.detach()  # <- TT201
-        loss = nn.functional.cross_entropy(self.model["choice"](hidden), targets)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
-
-
-def states_under_the_wrong_key():
-    """The states of the users are looked up by number and stored by name: none is ever found, and
-    each session goes on from zeros.
-    """
-    torch.manual_seed(1012)
-    model = nn.ModuleDict({"core": nn.GRU(2, 8), "choice": nn.Linear(8, 5)})
-    sessions = Sessions(model, 1e-3)
-    clicks = {user: torch.randn(60, 2).cumsum(0) / 6 for user in range(3)}
-    items = {user: (x.sum(-1).abs() * 3).long().clamp(max=4) for user, x in clicks.items()}
-    for begin in range(0, 60, 12):
-        for user in clicks:
-            now = slice(begin, begin + 12)
-            print(user, sessions.learn(user, clicks[user][now], items[user][now]))  # <- TT201
 
 
 def cell(params, x, h):

@@ -4,7 +4,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, Events
-from torch import nn, optim
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -85,50 +85,6 @@ def detach_as_a_statement():
         loss = (forecast - y).abs().mean()
         loss.backward()
         optim.step()
-
-
-class Config:
-    chunk = 6
-    detach_every = 4
-    hidden = 8
-    lr = 1e-2
-
-
-class Trainer:
-    def __init__(self, cfg):
-        self.cfg = cfg
-        self.cell = nn.RNNCell(2, cfg.hidden)
-        self.linear = nn.Linear(cfg.hidden, 2)
-        self.optimizer = torch.optim.Adagrad(
-            [*self.cell.parameters(), *self.linear.parameters()], lr=cfg.lr
-        )
-
-    def unroll(self, xs, h):
-        hs = []
-        for x in xs:
-            h = self.cell(x, h)  # <- TT101
-            hs.append(h)
-        return self.linear(torch.stack(hs)), h
-
-    def fit(self, stream):
-        h = torch.zeros(stream.shape[1], self.cfg.hidden)
-        n = (len(stream) - 1) // self.cfg.chunk
-        for i in range(n):
-            lo, hi = i * self.cfg.chunk, (i + 1) * self.cfg.chunk
-            y, h = self.unroll(stream[lo:hi], h)  # <- TT101
-            loss = nn.functional.mse_loss(y, stream[lo + 1 : hi + 1])
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            if (i + 1) % self.cfg.detach_every == 0:
-                h = h.detach()
-
-
-def detached_every_fourth_chunk():
-    """Backward runs after every chunk, but the state is detached only after every fourth."""
-    # raises: second time
-    torch.manual_seed(11)
-    Trainer(Config()).fit(torch.randn(73, 3, 2).cumsum(0) / 5)
 
 
 class Feedback(nn.Module):
@@ -384,36 +340,6 @@ def lightning_state_with_graph():
     trainer.fit(Forecast(), loader)
 
 
-def make_data(n=80):
-    t = torch.arange(n + 1, dtype=torch.float32)
-    y = torch.sin(t / 5) + 0.5 * torch.sin(t / 3)
-    return y[:-1].view(-1, 1, 1), y[1:].view(-1, 1, 1)
-
-
-def train_epoch(lstm, linear, x, y, optimizer, seq_len):
-    hidden = None
-    total = 0.0
-    for xb, yb in zip(torch.split(x, seq_len), torch.split(y, seq_len)):
-        optimizer.zero_grad()
-        output, hidden = lstm(xb, hidden)  # <- TT101
-        loss = nn.MSELoss()(linear(output), yb)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
-    return total
-
-
-def lstm_state_never_detached():
-    """The usual first attempt: the LSTM's state goes from chunk to chunk as it came out."""
-    # raises: second time
-    torch.manual_seed(5)
-    x, y = make_data()
-    lstm, linear = nn.LSTM(1, 12), nn.Linear(12, 1)
-    optimizer = optim.SGD([*lstm.parameters(), *linear.parameters()], lr=0.01, momentum=0.9)
-    for epoch in range(2):
-        print(epoch, train_epoch(lstm, linear, x, y, optimizer, seq_len=8))
-
-
 def init_params(n_in, n_hid):
     w_xh = torch.randn(n_in, n_hid) * 0.3
     w_hh = torch.eye(n_hid) * 0.9
@@ -451,50 +377,6 @@ def matrices_by_hand():
                 p -= 0.01 * p.grad
                 p.grad = None
         print(k, loss.item())
-
-
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, v):
-        ctx.save_for_backward(v)
-        return (v > 1.0).float()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (v,) = ctx.saved_tensors
-        return grad / (1.0 + 10.0 * (v - 1.0).abs()) ** 2
-
-
-class Spiking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.current, self.vote = nn.Linear(4, 12), nn.Linear(12, 2)
-
-    def forward(self, events, v):
-        rate = 0.0
-        for frame in events:
-            v *= 0.9  # <- TT103
-            v += self.current(frame)  # <- TT103
-            spikes = Spike.apply(v)
-            v = v - spikes.detach()
-            rate = rate + self.vote(spikes + 0.1 * Spike.apply(v))
-        return rate / len(events), v
-
-
-def membrane_decays_in_place():
-    """Spiking neurons: the membrane decays in place, while the surrogate gradient of the spike
-    before still needs its value.
-    """
-    # raises: in-place
-    torch.manual_seed(1032)
-    net = Spiking()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    for _ in range(4):
-        events, label = (torch.rand(15, 6, 4) < 0.4).float(), torch.randint(2, (6,))
-        rate, _ = net(events, torch.zeros(6, 12))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(rate, label).backward()
-        optimizer.step()
 
 
 class MemoryBlock(nn.Module):
@@ -544,45 +426,6 @@ def memory_with_graph():
         optimizer.step()
 
 
-TEXT2 = "she sells sea shells by the sea shore and the shells she sells are sea shells for sure"
-
-
-class NextToken(nn.Module):
-    def __init__(self, vocab, dim=10):
-        super().__init__()
-        self.emb = nn.Embedding(vocab, dim)
-        self.gru = nn.GRU(dim, dim)
-        self.out = nn.Linear(dim, vocab)
-        self.hidden = torch.zeros(1, 1, dim)
-
-    def forward(self, token):
-        e = self.emb(token).view(1, 1, -1)
-        y, self.hidden = self.gru(e, self.hidden)  # <- TT101
-        return self.out(y.view(1, -1))
-
-
-def next_token_online():
-    """One token at a time through an embedding of shape (1,); the update comes after every fifth
-    token, and self.hidden keeps the graph of the tokens before it.
-    """
-    # raises: second time
-    torch.manual_seed(1003)
-    words = TEXT2.split()
-    index = {w: i for i, w in enumerate(dict.fromkeys(words))}
-    ids = [index[w] for w in words]
-    model = NextToken(len(index))
-    opt = torch.optim.Adam(model.parameters(), lr=0.01)
-    loss = torch.zeros(())
-    for n, (now, then) in enumerate(zip(ids, ids[1:]), 1):
-        logits = model(torch.tensor([now]))  # <- TT101
-        loss = loss + nn.functional.cross_entropy(logits, torch.tensor([then]))
-        if n % 5 == 0:
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            loss = torch.zeros(())
-
-
 class Centred(nn.Module):
     def __init__(self, n_in, n):
         super().__init__()
@@ -616,71 +459,6 @@ def normalised_by_its_own_past():
         optimizer.step()
 
 
-def only_h_detached():
-    """Of the LSTM's pair (h, c) only h is detached; the cell state still hangs on the chunk
-    before.
-    """
-    # raises: second time
-    torch.manual_seed(4)
-    B, T, K = 3, 60, 10
-    lstm = torch.nn.LSTM(input_size=2, hidden_size=9, num_layers=2, batch_first=True)
-    head = torch.nn.Linear(9, 2)
-    params = list(lstm.parameters()) + list(head.parameters())
-    opt = torch.optim.AdamW(params, lr=2e-3)
-
-    data = torch.stack([torch.sin(torch.linspace(0, 20 + b, T + 1)) for b in range(B)])
-    data = torch.stack([data, data.roll(4, 1)], dim=-1)
-
-    h = torch.zeros(2, B, 9)
-    c = torch.zeros(2, B, 9)
-    for t0 in range(0, T, K):
-        h = h.detach()
-        out, (h, c) = lstm(data[:, t0 : t0 + K], (h, c))  # <- TT101
-        loss = torch.nn.functional.smooth_l1_loss(head(out), data[:, t0 + 1 : t0 + K + 1])
-        opt.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        opt.step()
-        print(t0, round(loss.item(), 4))
-
-
-class Elman:
-    def __init__(self, n_in, n_hidden, n_out):
-        scale = n_hidden**-0.5
-        self.wx = torch.empty(n_in, n_hidden).uniform_(-scale, scale).requires_grad_()
-        self.wh = torch.empty(n_hidden, n_hidden).uniform_(-scale, scale).requires_grad_()
-        self.wo = torch.empty(n_hidden, n_out).uniform_(-scale, scale).requires_grad_()
-
-    def __call__(self, xs, h):
-        ys = []
-        for x in xs:
-            h = (x @ self.wx + h @ self.wh).tanh()
-            ys.append(h @ self.wo)
-        return torch.stack(ys), h
-
-    def sgd(self, lr):
-        for p in (self.wx, self.wh, self.wo):
-            p.data = p.data - lr * p.grad
-            p.grad = None
-
-
-def retained_and_updated_through_data():
-    """retain_graph=True silences the error, and updating through `.data` silences the next one:
-    the graph grows with every chunk.
-    """
-    torch.manual_seed(13)
-    ids = torch.randint(5, (97,)).cumsum(0) % 7
-    onehot = F.one_hot(ids, 7).float().unsqueeze(1)
-    net = Elman(7, 12, 7)
-    h = torch.zeros(1, 12)
-    for i in range(12):
-        y, h = net(onehot[8 * i : 8 * i + 8], h)
-        loss = F.cross_entropy(y.squeeze(1), ids[8 * i + 1 : 8 * i + 9])
-        loss.backward(retain_graph=True)  # <- TT102
-        net.sgd(0.1)
-        print(i, f"{loss.item():.3f}")
-
-
 def retained_over_a_recording():
     """Gradients are gathered over a recording with retain_graph=True at every chunk: each backward
     runs through all chunks so far.
@@ -704,37 +482,6 @@ def retained_over_a_recording():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         print(epoch, loss.item())
-
-
-class Probe(nn.Module):
-    def __init__(self, core, vocab):
-        super().__init__()
-        self.embed = nn.Embedding(vocab, core.input_size)
-        self.core = core.requires_grad_(False)
-        self.head = nn.Linear(core.hidden_size, vocab)
-
-    def forward(self, tokens, state=None):
-        out, state = self.core(self.embed(tokens), state)
-        return self.head(out), state
-
-
-def retained_under_a_frozen_core():
-    """A frozen LSTM between a learnt embedding and head: retain_graph=True raises nothing here,
-    and the graph only grows.
-    """
-    torch.manual_seed(14)
-    probe = Probe(nn.LSTM(6, 10), vocab=9)
-    trainable = [p for p in probe.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1)
-    tokens = torch.randint(9, (151, 3))
-    state = None
-    for step in range(15):
-        source, target = tokens[10 * step : 10 * step + 10], tokens[10 * step + 1 : 10 * step + 11]
-        logits, state = probe(source, state)
-        loss = nn.functional.cross_entropy(logits.reshape(-1, 9), target.reshape(-1))
-        optimizer.zero_grad()
-        loss.backward(retain_graph=True)  # <- TT102
-        optimizer.step()
 
 
 class Attentive(nn.Module):
@@ -870,43 +617,6 @@ def start_computed_once():
         print(number, loss.item())
 
 
-class StatefulRNN(nn.Module):
-    def __init__(self, batch_size, n_in, n_hidden):
-        super().__init__()
-        self.rnn = nn.RNN(n_in, n_hidden)
-        self.fc = nn.Linear(n_hidden, n_in)
-        self.register_buffer("state", torch.zeros(1, batch_size, n_hidden), persistent=False)
-
-    def forward(self, x):
-        y, new_state = self.rnn(x, self.state)  # <- TT101
-        self.state = new_state
-        return self.fc(y)
-
-
-def train(model, series, chunk, lr):
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=lr)
-    losses = []
-    for i in range((len(series) - 1) // chunk):
-        piece = series[i * chunk : (i + 1) * chunk + 1]
-        optimizer.zero_grad()
-        prediction = model(piece[:-1])
-        loss = nn.functional.mse_loss(prediction, piece[1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def state_in_a_buffer():
-    """The state is stored in a registered buffer together with its graph; a buffer detaches
-    nothing.
-    """
-    # raises: second time
-    torch.manual_seed(2)
-    series = torch.randn(81, 2, 4).cumsum(0) * 0.1
-    print(train(StatefulRNN(2, 4, 7), series, chunk=8, lr=1e-3))
-
-
 def unroll(cell, x, h0):
     steps, batch, _ = x.shape
     states = torch.zeros(steps + 1, batch, cell.hidden_size)
@@ -945,25 +655,6 @@ class Net(nn.Module):
     def forward(self, x, state):
         y, state = self.lstm(x, state)
         return self.fc(y).squeeze(-1), state
-
-
-def step_under_a_retained_graph():
-    """retain_graph=True keeps the chunk before alive, and optimizer.step() then changes the
-    weights that it was computed with.
-    """
-    # raises: in-place
-    torch.manual_seed(15)
-    net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    x = torch.randn(100, 3, 4)
-    y = x.mean(-1).cumsum(0) / 10
-    state = (torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
-    for x_chunk, y_chunk in zip(x.split(10), y.split(10)):
-        optimizer.zero_grad()
-        prediction, state = net(x_chunk, state)
-        loss = nn.functional.mse_loss(prediction, y_chunk)
-        loss.backward(retain_graph=True)  # <- TT102
-        optimizer.step()
 
 
 def vector_state_by_hand():

@@ -426,8 +426,3 @@ def zero_grad_before_step():
         optimizer.zero_grad()  # <- TT302
         optimizer.step()
         print(i, loss.item())
-
-
-class Transition:
-    def __init__(self, x, loss):
-        self.x, self.loss = x, loss

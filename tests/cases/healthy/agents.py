@@ -8,49 +8,6 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(3, 8)
-        self.pi, self.v = nn.Linear(8, 2), nn.Linear(8, 1)
-
-    def forward(self, obs, state):
-        y, state = self.lstm(obs, state)
-        return self.pi(y), self.v(y).squeeze(-1), state
-
-
-def epochs_over_a_rollout():
-    """PPO: four epochs over each rollout, all from the state that was stored at its beginning; the
-    environment goes on from the state at its end.
-    """
-    torch.manual_seed(2025)
-    policy = Policy()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=2.5e-4, eps=1e-5)
-    world = torch.randn(64, 4, 3).cumsum(0) / 8
-    state = (torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))
-    for obs in world.split(16):
-        initial = state
-        with torch.no_grad():
-            logits, values, state = policy(obs, initial)
-            dist = torch.distributions.Categorical(logits=logits)
-            action = dist.sample()
-            old = dist.log_prob(action)
-            reward = obs[..., 0] * (action * 2 - 1)
-            returns = reward.flip(0).cumsum(0).flip(0) / 16
-            advantage = returns - values
-        for _ in range(4):
-            logits, value, _ = policy(obs, initial)
-            dist = torch.distributions.Categorical(logits=logits)
-            ratio = (dist.log_prob(action) - old).exp()
-            clipped = ratio.clamp(0.8, 1.2)
-            gain = torch.min(ratio * advantage, clipped * advantage).mean()
-            loss = 0.5 * (value - returns).pow(2).mean() - gain - 0.01 * dist.entropy().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
-            optimizer.step()
-
-
 class Policy2(nn.Module):
     def __init__(self):
         super().__init__()
@@ -88,28 +45,6 @@ def evolution_strategies():
             p.grad = g.view_as(p)
         optimizer.step()
         print(generation, max(rewards))
-
-
-def leaky_single_lane_reset():
-    """A leaky cell by hand for one lane; a number, 0.0 or 1.0, resets it where an
-    episode ends.
-    """
-    torch.manual_seed(1311)
-    episodes = [torch.randn(41, 1, 2).cumsum(0) / 9 for _ in range(4)]
-    read, keep, head = nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*read.parameters(), *keep.parameters(), *head.parameters()])
-    h, ended = torch.zeros(1, 8), True
-    for episode in episodes:
-        for i in range(0, 40, 10):
-            h = h.detach() * (1.0 - ended)
-            loss = 0.0
-            for t in range(i, i + 10):
-                h = 0.7 * h + 0.3 * torch.tanh(read(episode[t]) + keep(h))
-                loss = loss + nn.functional.mse_loss(head(h), episode[t + 1]) / 10
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            ended = i == 30
 
 
 class ActorCritic(nn.Module):

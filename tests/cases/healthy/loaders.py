@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Stretch(Dataset):
@@ -127,138 +127,6 @@ def packed_sentences():
     for epoch in range(2):
         for ids, lengths, labels in loader:
             loss = nn.functional.cross_entropy(model(ids, lengths), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        print(epoch, loss.item())
-
-
-class Windows(Dataset):
-    def __init__(self, series, width):
-        self.series, self.width = series, width
-
-    def __len__(self):
-        return (len(self.series) - 1) // self.width
-
-    def __getitem__(self, i):
-        a = i * self.width
-        return self.series[a : a + self.width], self.series[a + 1 : a + 1 + self.width]
-
-
-class Lanes:
-    def __init__(self, windows, lanes):
-        self.steps, self.lanes = windows // lanes, lanes
-
-    def __len__(self):
-        return self.steps
-
-    def __iter__(self):
-        for s in range(self.steps):
-            yield [lane * self.steps + s for lane in range(self.lanes)]
-
-
-def sampler_that_keeps_lanes():
-    """A batch sampler draws window s of every lane at step s: row i of a batch goes on with row i
-    of the one before, and the state is carried.
-    """
-    torch.manual_seed(2129)
-    windows = Windows(torch.randn(241, 1).cumsum(0) / 12, 10)
-    loader = DataLoader(windows, batch_sampler=Lanes(len(windows), 3))
-    lstm, head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 1)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    for _ in range(2):
-        hc = None
-        for x, y in loader:
-            out, hc = lstm(x, hc)
-            hc = tuple(s.detach() for s in hc)
-            loss = nn.functional.mse_loss(head(out), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-class Net2(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.fc = nn.GRU(2, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x, h=None):
-        y, h = self.rnn(x, h)
-        return self.fc(y), h
-
-
-def shuffled_recordings_in_chunks():
-    """Whole recordings come shuffled, each is played in chunks from zeros. The state is carried
-    only inside a recording.
-    """
-    torch.manual_seed(129)
-    recordings = torch.randn(12, 41, 2).cumsum(1) / 6
-    loader = DataLoader(
-        TensorDataset(recordings[:, :-1], recordings[:, 1:]), batch_size=4, shuffle=True
-    )
-    net = Net2()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for epoch in range(2):
-        for recording, target in loader:
-            h = None
-            for x, y in zip(recording.split(10, 1), target.split(10, 1)):
-                prediction, h = net(x, h)
-                h = h.detach()
-                loss = nn.functional.mse_loss(prediction, y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        print(epoch, loss.item())
-
-
-class Recordings(IterableDataset):
-    def __init__(self, lengths, chunk):
-        self.recordings = [torch.randn(n + 1, 2).cumsum(0) / 8 for n in lengths]
-        self.chunk = chunk
-
-    def __iter__(self):
-        for recording in self.recordings:
-            for i in range(0, len(recording) - 1, self.chunk):
-                piece = recording[i : i + self.chunk + 1]
-                yield i == 0, piece[:-1].unsqueeze(1), piece[1:].unsqueeze(1)
-
-
-def stream_with_first_flags():
-    """An iterable dataset yields chunks with a flag for the first of every recording; the flag
-    sets the state to zeros.
-    """
-    torch.manual_seed(2130)
-    loader = DataLoader(Recordings([60, 36, 48], 12), batch_size=None)
-    gru, head = nn.GRU(2, 8), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*gru.parameters(), *head.parameters()], lr=1e-3)
-    h = torch.zeros(1, 1, 8)
-    for epoch in range(2):
-        for first, x, y in loader:
-            h = torch.zeros_like(h) if first else h.detach()
-            out, h = gru(x, h)
-            loss = nn.functional.mse_loss(head(out), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        print(epoch, loss.item())
-
-
-def windows_in_order():
-    """Windows of one series come from a loader in order, one at a time. The state is carried and
-    detached, fresh at every epoch.
-    """
-    torch.manual_seed(130)
-    series = torch.randn(121, 2).cumsum(0) / 10
-    dataset = TensorDataset(series[:-1].view(12, 10, 2), series[1:].view(12, 10, 2))
-    loader = DataLoader(dataset, batch_size=1, shuffle=False)
-    lstm, head = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 2)
-    optimizer = torch.optim.Adam([*lstm.parameters(), *head.parameters()], lr=1e-3)
-    for epoch in range(2):
-        state = None
-        for x, y in loader:
-            out, state = lstm(x, state)
-            state = tuple(s.detach() for s in state)
-            loss = nn.functional.mse_loss(head(out), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -47,3 +47,21 @@ def spikes_with_detached_reset():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def trials_in_one_tensor():
+    """Trials of one label each lie one after another in a tensor, and do not go on."""
+    torch.manual_seed(2113)
+    current, vote = nn.Linear(4, 8), nn.Linear(8, 2)
+    optimizer = torch.optim.Adam([*current.parameters(), *vote.parameters()])
+    trials, labels = torch.rand(8, 12, 3, 4), torch.randint(2, (8, 3))
+    for trial, label in zip(trials, labels):
+        membrane, votes = torch.zeros(3, 8), 0
+        for frame in trial:
+            membrane = 0.9 * membrane + current(frame)
+            spikes = Surrogate.apply(membrane - 1)
+            membrane = membrane - spikes.detach()
+            votes = votes + vote(spikes)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(votes, label).backward()
+        optimizer.step()
