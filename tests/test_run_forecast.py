@@ -162,8 +162,9 @@ def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(
 ) -> None:
     """Scores and baselines are those of the values themselves, on the same steps."""
     data, ot = walk(tmp_path)
-    train(data, tmp_path / "plain", "--ahead", "1-3")
+    said = train(data, tmp_path / "plain", "--ahead", "1-3")
     plain, change = scores_of(tmp_path / "plain"), scores_of(changes / "run")
+    assert "a skill below 0: try --difference" in " ".join(said.split())
     held_out = ot[3200:]
     for n in (1, 2, 3):
         errors = held_out[n : n + 797] - held_out[:797]

@@ -43,7 +43,6 @@ Lines: TypeAlias = dict[str, tuple[str, Any, Any]]
 _PLAYED = 100_000  # steps of the longest recording: some seconds
 _STRETCH = 1_500  # steps of the worst stretch at most
 _INPUTS, _CLASSES = 3, 6  # that are drawn
-_DRAWN = 1e300  # larger values are gaps: an axis cannot have them
 
 
 def write_report(run: Run) -> Path:
@@ -182,8 +181,8 @@ def chart(panels: Mapping[str, Lines], alt: str, xlabel: str, width: int = 400) 
         every: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False).ravel()
         for axes, (title, lines) in zip(every, panels.items(), strict=True):
             for name, (marks, x, y) in lines.items():
-                drawn = np.where(np.abs(y) < _DRAWN, y, np.nan)
-                axes.plot(x, drawn, marks, label=printable(name))
+                # an axis cannot have larger values
+                axes.plot(x, np.where(np.abs(y) < 1e300, y, np.nan), marks, label=printable(name))
             axes.set_title(printable(title))
             axes.xaxis.set_major_formatter("{x:,g}")
             if len(lines) > 1:

@@ -101,11 +101,13 @@ class Scores:
     def tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """Of each table the caption, the heads of the columns, and the rows of texts."""
         plain = [name for name in self.metrics if "[" not in name]
-        named = defaultdict[str, dict[str, float]](dict)
+        named, advice = defaultdict[str, dict[str, float]](dict), ""
         for key, value in self.metrics.items():
             kind, bracket, name = key.partition("[")
             if bracket:
                 named[name[:-1]][kind] = value
+            if "skill" in kind and value < 0:
+                advice = "; a skill below 0: try --difference, which learns the change from now"
         count = len(self.recordings)
         each = self.recordings if count <= _MOST_ROWS else {}
         yield (
@@ -115,7 +117,7 @@ class Scores:
         )
         if named:
             kinds = [*next(iter(named.values()))]
-            yield "each class or target by itself", ["name", *kinds], _texts(named, kinds)
+            yield f"each class or target by itself{advice}", ["name", *kinds], _texts(named, kinds)
         if 0 < len(self.confusion) <= _MOST_ROWS:
             yield (
                 "steps of each true class, a row, by the class that is predicted, a column",
