@@ -19,8 +19,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
 from throughtime.errors import DataError
 
 
@@ -109,10 +107,10 @@ def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
 
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
     """The number of parts of each recording; the longest parts are cut until all lanes have one."""
-    parts = np.ones(len(lengths), int)
-    for _ in range(lanes - len(lengths)):
-        parts[np.argmax(lengths / parts)] += 1
-    return parts.tolist()
+    parts = [1] * len(lengths)
+    while sum(parts) < lanes:
+        parts[max(range(len(parts)), key=lambda i: lengths[i] / parts[i])] += 1
+    return parts
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,9 @@ def converted(path: Path, source: Callable[[], Batches], options: str = "") -> T
     `$THROUGHTIME_CACHE` or `throughtime` in the user's cache folder. A file of at most 256 kB is
     held in memory.
     """
-    chosen = os.environ.get("THROUGHTIME_CACHE")
-    folder = Path(chosen or user_folder("cache", {"darwin": "Library/Caches"}))
+    folder = Path(
+        os.environ.get("THROUGHTIME_CACHE") or user_folder("cache", {"darwin": "Library/Caches"})
+    )
     key = f"{path.resolve()}|{options}"
     cached = folder / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
     with unreadable(
