@@ -64,8 +64,8 @@ class Part(NamedTuple):
 # unless a feature displaces more elsewhere: forecasts of several rows ahead, in carry and stream;
 # the layout of recordings, 2,200 of app's in stream; standardisation in Python, 830 in stream (460
 # of them of app), 190 in root; in app 550 for what was cut and is wanted:
-# standardisation by recordings, both baselines, and the remarks on levels and leaks; in carry 113 for
-# restarts of one lane, starts of no lane, and gradients of nets that refuse one in training
+# standardisation by recordings, both baselines, and the remarks on levels and leaks; in carry 113
+# for restarts of one lane, starts of no lane, and gradients of nets that refuse one in training
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(25_000, 25_000),
