@@ -11,47 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
-class Denoiser(nn.Module):
-    def __init__(self, channels, width):
-        super().__init__()
-        self.width = width
-        self.first = nn.LSTMCell(channels, width)
-        self.second = nn.LSTMCell(width, width)
-        self.project = nn.Linear(width, channels)
-
-    def forward(self, noisy):
-        batch = noisy.size(1)
-        h1 = c1 = h2 = c2 = noisy.new_zeros(batch, self.width)
-        clean = []
-        for frame in noisy:
-            h1, c1 = self.first(frame, (h1, c1))  # <- TT201
-            h2, c2 = self.second(h1, (h2, c2))  # <- TT201
-            clean.append(self.project(h2))
-        return torch.stack(clean)
-
-
-class Fit:
-    def __init__(self, model, lr=1e-3):
-        self.model, self.optimizer = model, torch.optim.Adam(model.parameters(), lr=lr)
-
-    def on_recording(self, noisy, clean, chunk):
-        for at in range(0, len(noisy), chunk):
-            estimate = self.model(noisy[at : at + chunk])  # <- TT201
-            loss = (estimate - clean[at : at + chunk]).abs().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-
-
-def cells_begin_again():
-    """The module makes a new zero state in every forward, though its trainer walks through the
-    recording chunk by chunk.
-    """
-    torch.manual_seed(23)
-    clean = torch.sin(torch.arange(96).float() / 7).view(96, 1, 1).repeat(1, 2, 2)
-    Fit(Denoiser(2, 6)).on_recording(clean + 0.2 * torch.randn_like(clean), clean, chunk=8)
-
-
 class ConvGRU(nn.Module):
     def __init__(self, channels, hidden):
         super().__init__()
@@ -522,50 +481,6 @@ def state_thrown_away():
 def cell(params, x, h):
     wi, wh, b = params
     return torch.tanh(F.linear(x, wi, b) + F.linear(h, wh))
-
-
-LINES = ["row row row your boat", "gently down the stream", "merrily merrily merrily"]
-LETTERS = sorted(set("".join(LINES)))
-
-
-class Writer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(len(LETTERS), 8)
-        self.cell = nn.GRUCell(8, 16)
-        self.letter = nn.Linear(16, len(LETTERS))
-
-    def forward(self, token, hidden):
-        hidden = self.cell(self.embedding(token), hidden)  # <- TT202
-        return self.letter(hidden), hidden
-
-
-def write(model, first, length):
-    token, hidden, text = torch.tensor([LETTERS.index(first)]), torch.zeros(1, 16), [first]
-    for _ in range(length):
-        logits, hidden = model(token, hidden)  # <- TT202
-        token = torch.multinomial(logits.softmax(-1), 1).view(1)
-        text.append(LETTERS[token.item()])
-    return "".join(text)
-
-
-def text_written_with_gradients():
-    """After training a text of 150 letters is sampled, one letter at a time, with gradients on:
-    its graph grows with every letter.
-    """
-    torch.manual_seed(1014)
-    model = Writer()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for line in LINES:
-        ids = torch.tensor([LETTERS.index(c) for c in line])
-        hidden, loss = torch.zeros(1, 16), 0.0
-        for t in range(len(ids) - 1):
-            logits, hidden = model(ids[t : t + 1], hidden)
-            loss = loss + nn.functional.cross_entropy(logits, ids[t + 1 : t + 2])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(write(model, "r", 150))
 
 
 def run(net, data, h, optimizer=None):

@@ -646,17 +646,6 @@ def states_written_into_one_tensor():
         optimizer.step()
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, num_layers=2)
-        self.fc = nn.Linear(8, 1)
-
-    def forward(self, x, state):
-        y, state = self.lstm(x, state)
-        return self.fc(y).squeeze(-1), state
-
-
 def vector_state_by_hand():
     """A recurrence written with matrices on plain vectors, without an axis for lanes. The last H
     of a stretch begins the next one, graph and all.
