@@ -74,7 +74,7 @@ def test_what_pyarrow_does_not_check_is_refused(
     values: list[Any], there: bytes, instead: bytes, tmp_path: Path
 ) -> None:
     """Mutant: batches are not validated."""
-    batch = pa.record_batch({"a": values})
+    batch = pa.record_batch([values], names=["a"])
     with pa.ipc.new_file(tmp_path / "r.arrow", batch.schema) as file:
         file.write_batch(batch)
     content = (tmp_path / "r.arrow").read_bytes()
