@@ -13,7 +13,7 @@ from throughtime.doctor._log import Backward, Change, Close, Event, Fault, Log, 
 from throughtime.doctor.rules.loop import AT, kept, summed
 
 LOSS, CLEAR, CLIP, STEP = (SourceLine("train.py", n) for n in (1, 2, 3, 4))
-HERE = Instruction(compile("x = 1", "train.py", "exec"), 0)
+HERE = Instruction(compile("x = 1", "train.py", "exec"), LOSS)
 WEIGHTS = frozenset([1])
 
 

@@ -22,6 +22,7 @@ from throughtime.doctor._data import (
     Operation,
     Root,
     RootTable,
+    latest,
     unknown,
 )
 from throughtime.doctor._frames import Instruction, line_of
@@ -32,18 +33,30 @@ CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
 MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
-MAX_PARENTS = 16  # units in one step of a cell by hand
 
 
 class Lane(NamedTuple):
-    """The indices of the first and the last step of one lane of a chunk in its root."""
+    """What one lane of a chunk reads of its root, as indices of elements."""
 
     root: Root
-    first: list[int]
-    last: list[int]
-    step: list[int]  # from one step to the next, zeros if unknown
-    size: list[int]  # of what a step covers, if every step covers the whole chunk; else empty
+    first: list[int]  # that the first step reads first,
+    second: list[int]  # the second one, the first one again if there is no other,
+    last: list[int]  # and the last one,
+    end: list[int]  # and the last that it reads
     steps: int
+
+    @property
+    def step(self) -> list[int]:
+        """From one step to the next, zeros if unknown."""
+        step = [b - a for a, b in zip(self.first, self.second, strict=True)]
+        last = [a + n * (self.steps - 1) for a, n in zip(self.first, step, strict=True)]
+        return step if last == self.last else [0] * len(step)
+
+    @property
+    def size(self) -> list[int]:
+        """Of what a step covers, if every step covers the whole chunk; else empty."""
+        whole = self.steps > 1 and self.first == self.last
+        return [1 + b - a for a, b in zip(self.last, self.end, strict=True)] if whole else []
 
     @property
     def time(self) -> int:
@@ -51,16 +64,17 @@ class Lane(NamedTuple):
         moved = [d for d, n in enumerate(self.step) if n]
         return moved[0] if len(moved) == 1 else -1
 
+    def joined(self, step: "Lane") -> "Lane | None":
+        """With one more step; `None` if it is of other data."""
+        if step.root is not self.root:
+            return None
+        second = step.first if self.steps == 1 else self.second
+        steps = self.steps + step.steps
+        return self._replace(second=second, last=step.last, end=step.end, steps=steps)
 
-def lane(root: Root, offsets: list[int], steps: int) -> Lane:
-    """A lane of so many steps: the offsets of the first two, of the last, and of its end."""
-    first, second, last, end = map(root.index, offsets)
-    step = [b - a for a, b in zip(first, second, strict=True)]
-    if [a + n * (steps - 1) for a, n in zip(first, step, strict=True)] != last:
-        step = [0] * len(step)
-    whole = steps > 1 and first == last
-    size = [1 + b - a for a, b in zip(last, end, strict=True)] if whole else []
-    return Lane(root, first, last, step, size, steps)
+    def begins(self, time: int) -> bool:
+        """Whether it begins at the first element of its root in time, in its direction."""
+        return self.first[time] == (self.root.shape[time] - 1 if self.step[time] < 0 else 0)
 
 
 def follows(a: Lane, b: Lane) -> bool:
@@ -121,7 +135,7 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     size = a.size or b.size
     if a.root is not b.root:
         inside = [i for d, i in enumerate(b.first) if not size or (b.size and b.size[d] > 1)]
-        if not any(inside) or (time >= 0 and _begins(b, time)):
+        if not any(inside) or (time >= 0 and b.begins(time)):
             return "start"
         last = read(b.root)
         if any(follows(each, b) for each in last):
@@ -133,14 +147,9 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
         if len(along) != 1:
             return ""
         (time,) = along
-    if _begins(b, time):
+    if b.begins(time):
         return "start" if moved - {time} else "again"
     return "jump" if moved == {time} and (a.size or a.steps == 1 or any(a.step)) else ""
-
-
-def _begins(lane: Lane, time: int) -> bool:
-    """Whether a lane begins at the first element of its root in time, in its direction."""
-    return lane.first[time] == (lane.root.shape[time] - 1 if lane.step[time] < 0 else 0)
 
 
 def same_start(a: list[Lane], b: list[Lane]) -> bool:
@@ -183,9 +192,7 @@ class UnitCall:
     batch: tuple[int, int]
     training: bool | None
     grad: bool
-    # of each lane the first elements that its first two steps and its last one read, and the last
-    # of that; `None` if it is not known
-    reads: list[list[int]] | None
+    lanes: list[Lane] | None  # what its first lanes read, `None` if that is no raw data
     steps: int = 1
     count: int = 1  # calls of the layer or cell
     width: int = 1  # lanes
@@ -194,7 +201,6 @@ class UnitCall:
     edited: bool = False  # and what happened to the state since
     cloned: bool = False
     has_graph: bool = False
-    parents: "tuple[UnitCall, ...]" = ()  # calls of other units behind its state
     states: list[Tensor] = field(default_factory=list)  # as they entered, without graph
     outputs: list[Tensor] = field(default_factory=list)  # of its last step, without graph
     before: "UnitCall | None" = None  # the last call of the unit
@@ -206,7 +212,6 @@ class UnitCall:
     stepwise: Instruction | None = None  # what detached every step
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
-    lanes: list[Lane] | None = None  # see `Calls.lanes`
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -235,25 +240,21 @@ class Calls:
         # weights that are no parameters may be made anew for each call
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
-        reads = None if packed else self._reads(inputs, inputs.dim() - 1, time_dim)
-        root = self.table.root(inputs, new=False)
-        own = root.behind if root else None
-        if reads and own and own.unit.key == key and (
-            not own.reads or reads[0][0] in {own.reads[0][at] for at in (0, 2)}
-        ):  # fmt: skip
-            reads = None  # its own prediction, which has no place in the data
+        lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
+        own = self.table.root(inputs, new=False).behind.get(key)
+        if lanes and own and not (own.lanes and lanes[0].first not in own.lanes[0][1:4:2]):
+            lanes = None  # its own prediction, which has no place in the data
         self._check_view(inputs)
-        call = self._new(key, op, reads)
+        call = self._new(key, op, lanes)
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
             call.bidirectional = bool(args[8 if packed else 7])
         call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
-        call = self._add(call, states)
-        for i, out in enumerate(op.outputs):
-            follow = bool(reads) and not i
-            marks = self.table.rows(inputs, out.shape) if follow else unknown(out.shape)
-            self._become(self.table.add(out, marks), call)
-        call.outputs = [t.detach().clone() for t in op.outputs[layer:]]
+        marks = [unknown(out.shape) for out in op.outputs]
+        if lanes:
+            marks[0] = self.table.rows(inputs, op.outputs[0].shape)
+        call = self._add(call, states, list(map(self.table.add, op.outputs, marks)))
+        call.outputs = values(op.outputs[layer:])
 
     def _check_view(self, inputs: Tensor) -> None:
         """TT213: the inputs are a view that exchanges sizes, and so mixes the rows."""
@@ -262,38 +263,40 @@ class Calls:
         if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
             self.rule.report(Fault("TT213", line_of(instruction), after=2))
 
-    def _become(self, root: Root, call: UnitCall) -> None:
-        """A root holds the result of a call."""
-        root.behind, root.learned, root.marks = call, True, root.marks or unknown(root.shape)
-        root.edited = root.cloned = root.cut = False
+    def _lanes(self, tensor: Tensor, lead: int, time_dim: int | None) -> list[Lane] | None:
+        """What each lane of a tensor reads; it has so many dimensions in front.
 
-    def _reads(self, tensor: Tensor, lead: int, time_dim: int | None) -> list[list[int]] | None:
-        """What each lane of a tensor reads, see `UnitCall`; it has so many dimensions in front."""
-        root = self.table.root(tensor, new=not tensor.requires_grad)
-        if not root or not root.known:
+        `None` if it is not raw data, empty if a lane reads several of them.
+        """
+        if not self.table.root(tensor, new=not tensor.requires_grad).known:
             return None
-        grid = torch.stack(self.table.rows(tensor, tuple(tensor.shape[:lead])))
+        grid = self.table.rows(tensor, tuple(tensor.shape[:lead]))
         grid = grid.unsqueeze(1) if time_dim is None else grid.movedim(1 + time_dim, 1)
         first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
-        second = first[min(1, len(first) - 1)]
-        reads = torch.stack([first[0], second, first[-1], last[-1]], -1).tolist()
-        return reads if reads[0][0] else None
+        reads = torch.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
+        lanes = list[Lane]()
+        for numbers in reads:
+            source = self.table.raw.get(numbers[0] // SPAN)
+            if not source or {n // SPAN for n in numbers} != {numbers[0] // SPAN}:
+                return [] if reads[0][0] else None
+            lanes.append(Lane(source, *(source.index(n % SPAN) for n in numbers), len(first)))
+        return lanes
 
     def detached(self, source: Tensor, instruction: Instruction) -> None:
         """A state without its graph, unless the states of other units keep theirs."""
-        root = self.table.root(source, new=False)
-        if source.is_leaf or not root or not (call := root.behind):
+        behind = self.table.root(source, new=False).behind
+        if source.is_leaf or not behind:
             return
-        others = [c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk]
-        at = None if any(c.has_graph for c in others) else instruction
-        for each in (call, *others):
-            each.last_detach = at
+        *others, last = behind.values()
+        kept = any(call.has_graph and call.chunk == last.chunk for call in others)
+        for call in behind.values():
+            call.last_detach = None if kept else instruction
 
     def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
         out, table = op.outputs[0], self.table
         root = table.root(out, new=False)
-        if not root or not root.learned or op.name in MOVES | WRITES:
+        if not root.learned or op.name in MOVES | WRITES:
             return
         if out.dim() not in STATE_DIMS or out.numel() < 2:
             return
@@ -301,29 +304,24 @@ class Calls:
         is_method = frame.f_code.co_varnames[:1] == ("self",)
         key = op.instruction, id(frame.f_locals.get("self")) if is_method else 0
         pairs = [(t, table.root(t, new=not t.requires_grad)) for t in op.fluid]
-        own = [t for t, r in pairs if r and _behind(r.behind, key)]
-        reads = source = None
+        own = [t for t, r in pairs if key in r.behind]
+        lanes = source = None
         for t, r in pairs:
             fits = out.dim() == 1 or (t.dim() == out.dim() and len(t) == len(out))
             # a known unit may start from a constant
-            learned = key in self.units or any(
-                each.learned for other, each in pairs if each and other is not t
-            )
-            is_mask = op.name in EDITS and r and not r.learned
-            is_new = reads is None and not any(t is each for each in own)
-            if is_new and fits and learned and not is_mask:
-                reads, source = self._reads(t, int(out.dim() > 1), None), t
-        if reads is None:
+            learned = key in self.units or any(e.learned for other, e in pairs if other is not t)
+            is_mask = op.name in EDITS and not r.learned
+            if lanes is None and key not in r.behind and fits and learned and not is_mask:
+                lanes, source = self._lanes(t, int(out.dim() > 1), None), t
+        if lanes is None:
             return
-        call = self._new(key, op, reads, confirmed=bool(own))
-        states = own or [t for t, r in pairs if t is not source and not (r and r.learned)]
+        call = self._new(key, op, lanes, confirmed=bool(own))
         call.width = 1 if out.dim() == 1 else len(out)
-        call = self._add(call, states)
-        call.parents = tuple(r.behind for _, r in pairs if r and r.behind not in {None, call})
-        self._become(root, call)
+        states = own or [t for t, r in pairs if t is not source and not r.learned]
+        self._add(call, states, [root])
 
     def _new(
-        self, key: Any, op: Operation, reads: list[list[int]] | None, *, confirmed: bool = True
+        self, key: Any, op: Operation, lanes: list[Lane] | None, *, confirmed: bool = True
     ) -> UnitCall:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
@@ -331,45 +329,51 @@ class Calls:
         if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
-                        log.training, torch.is_grad_enabled(), reads, before=before)  # fmt: skip
+                        log.training, torch.is_grad_enabled(), lanes, before=before)  # fmt: skip
 
-    def _add(self, call: UnitCall, states: list[Tensor]) -> UnitCall:
+    def _add(self, call: UnitCall, states: list[Tensor], results: list[Root]) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
-        unit = call.unit
-        pairs = [(t, root) for t in states if (root := self.table.root(t, new=False))]
-        behind = [each.behind for _, each in pairs if each.behind]
-        origin = next(filter(None, (_behind(each, unit.key) for each in behind)), None)
-        last = unit.last.get(call.training)
-        is_known = not any(each.learned for _, each in pairs)
+        unit, last = call.unit, call.unit.last.get(call.training)
+        pairs = [(t, self.table.root(t, new=False)) for t in states]
+        behind = latest(root.behind for _, root in pairs)
+        origin, is_known = behind.get(unit.key), not any(root.learned for _, root in pairs)
         if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        call.has_graph = any(t.requires_grad and not each.cut for t, each in pairs) and any(
+        call.has_graph = any(t.requires_grad and not root.cut for t, root in pairs) and any(
             not t.is_leaf for t in states
         )
-        call.parents = tuple(c for c in behind if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
             self.log.recurrent = self.log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
-            return self._continued(origin, call, is_cut)
-        call.states = [t.detach().clone() for t in states]
-        call.origin = origin
+            call = self._continued(origin, call, is_cut)
+        else:
+            self._begin(call, origin, pairs)
+            if unit.confirmed and (origin or (is_known and not call.has_graph)):
+                self.rule.on_call(call)
+            else:
+                unit.first = unit.first or call
+            unit.last[call.training] = call
+        for root in results:
+            root.behind = latest([root.behind, behind, {unit.key: call}])
+            root.learned, root.edited, root.cloned, root.cut = True, False, False, False
+        return call
+
+    def _begin(
+        self, call: UnitCall, origin: UnitCall | None, states: list[tuple[Tensor, Root]]
+    ) -> None:
+        """A new chunk, whose state comes from this call."""
+        call.states, call.origin = values([t for t, _ in states]), origin
+        if call.before:
+            call.before.before = None
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
-            call.cloned |= all(root.cloned for _, root in pairs if root.behind)
+            call.cloned |= all(root.cloned for _, root in states if root.behind)
             if origin.outputs:
                 self._compare(call, origin)
             else:  # by hand
-                call.edited = any(root.edited for _, root in pairs)
-        if call.before:
-            call.before.before = None
-        if unit.confirmed and (origin or (is_known and not call.has_graph)):
-            self.rule.on_call(call)
-        else:
-            unit.first = unit.first or call
-        unit.last[call.training] = call
-        return call
+                call.edited = any(root.edited for _, root in states)
 
     def _continued(self, call: UnitCall, step: UnitCall, is_cut: bool) -> UnitCall:
         """The call with one more step."""
@@ -381,86 +385,59 @@ class Calls:
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
-        second = 0 if call.steps == 1 else 1
-        pairs = zip(call.reads or [], step.reads or [], strict=False)
-        call.reads = [[a[0], (b if not second else a)[second], *b[2:]] for a, b in pairs] or None
+        lanes = list(map(Lane.joined, call.lanes or [], step.lanes or []))
+        call.lanes = None if None in lanes else lanes or None
         call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
-        call.last_detach = call.lanes = None
+        call.last_detach = None
         return call
 
     def _is_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
-        if call.model_call == origin.model_call or not call.reads:
+        if call.model_call == origin.model_call or call.lanes is None:
             return False
-        first, latest = (origin.reads[0][at] if origin.reads else 0 for at in (0, 2))
-        again = call.reads[0][0] == first != latest
+        again = same_start(call.lanes[:1], (origin.lanes or [])[:1])
+        again = again and origin.lanes[0].first != origin.lanes[0].last
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
     def _compare(self, call: UnitCall, origin: UnitCall) -> None:
         """Note the lane of an earlier call whose result each lane has, by its values."""
         state, result = (
-            each[0].movedim(-2, 0).flatten(1) if each[0].dim() > 1 else each[0][None]
+            torch.atleast_2d(each[0]).movedim(-2, 0).flatten(1)
             for each in (call.states, origin.outputs)
         )
-        if state.shape[1:] != result.shape[1:] or state.device != result.device:
+        if state.shape[1:] != result.shape[1:]:
             call.edited = True
             return
         same = (state[:MAX_LANES, None] == result).flatten(2).all(-1)
         call.edited = not bool(same.any(1).all())
-        at_home = torch.eye(*same.shape, device=same.device) / 2  # of several the own one
+        at_home = torch.eye(*same.shape) / 2  # of several the own one
         rows = (same + at_home).argmax(1).tolist()
         if not call.edited and (len(set(rows)) > 1 or len(rows) == 1):
             call.rows = rows
 
     def recording(self, call: UnitCall) -> Root | None:
         """The raw data that a call reads first."""
-        return self.table.raw.get(call.reads[0][0] // SPAN) if call.reads else None
+        return call.lanes[0].root if call.lanes else None
 
     def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
-        if call.lanes is None:
-            call.lanes = self._lanes(call)
-        return call.lanes
-
-    def _lanes(self, call: UnitCall) -> list[Lane]:
-        lanes = list[Lane]()
-        for numbers in call.reads or []:
-            root = self.table.raw.get(numbers[0] // SPAN)
-            if not root or {n // SPAN for n in numbers} != {numbers[0] // SPAN}:
-                return []
-            lanes.append(lane(root, [n % SPAN for n in numbers], call.steps))
-        return lanes
+        return call.lanes or []
 
 
-def _behind(call: UnitCall | None, key: Any) -> UnitCall | None:
-    """The last call of a unit behind a call, itself included."""
-    pending, visited = [call], list[UnitCall]()
-    while pending and len(visited) < MAX_PARENTS:
-        call = pending.pop(0)
-        if not call or call in visited:
-            continue
-        if call.unit.key == key:
-            return call
-        visited.append(call)
-        pending += call.parents
-    return None
+def values(tensors: list[Tensor]) -> list[Tensor]:
+    """What tensors hold now."""
+    return [each.detach().to("cpu", copy=True) for each in tensors]
 
 
 def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:
     """Whether states without a graph have the values of outputs that are not all zeros."""
     is_new = all(not a.requires_grad and a.any() for a in states)
-    return is_new and equal(states, outputs)
+    return is_new and equal(values(states), outputs)
 
 
 def equal(states: list[Tensor], others: list[Tensor]) -> bool:
     """Whether states have the same values."""
-    return (
-        bool(states)
-        and len(states) == len(others)
-        and all(
-            a.device == b.device and torch.equal(a, b) for a, b in zip(states, others, strict=True)
-        )
-    )
+    return bool(states) and len(states) == len(others) and all(map(torch.equal, states, others))

@@ -9,7 +9,8 @@ is read, except to recognise a copy that every epoch makes anew.
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ SPAN = 2**40  # an element's number is that of its root times this, and its stor
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
 MAX_ARRAYS = 8  # of NumPy, kept alive
-SAMPLES = 61  # values by which a copy is recognised
+SAMPLES, MIN_DIFFERENT = 61, 4  # values by which a copy is recognised
 # operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", "reshape",
          "flatten", "repeat", "_pack_padded_sequence"}  # fmt: skip
@@ -39,7 +40,6 @@ FROM_ARRAY = {"tensor", "as_tensor", "asarray", "from_numpy"}
 # those that may mask, reset or exchange values
 EDITS = MOVES | WRITES | {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_",
                           "mul_", "__imul__", "lerp", "index_fill"}  # fmt: skip
-Marks = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +74,15 @@ class Root:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    alive: StorageWeakRef
+    alive: Any  # a weak reference to the storage
     version: int
     item: int  # bytes of an element
-    marks: Marks | None = None  # without them its elements are raw
+    marks: Tensor | None = None  # two numbers for each; without them its elements are raw
     known: bool = True  # False for constants, and after a change that was not watched
     is_order: bool = False
     learned: bool = False  # it depends on a parameter
-    behind: Any = None  # the last recurrent call that it depends on,
+    # the last recurrent calls that it depends on, by the keys of their units,
+    behind: dict[Any, Any] = field(default_factory=dict)
     edited: bool = False  # what happened to its values since: they were masked or exchanged,
     cloned: bool = False
     cut: bool = False  # the graph between that call and it ended
@@ -96,6 +97,9 @@ class Root:
         return index
 
 
+NOTHING = Root(0, 0, (), (), None, 0, 0, known=False, cut=True)  # of what was not watched
+
+
 class RootTable:
     """The roots by the storage that holds them."""
 
@@ -107,27 +111,27 @@ class RootTable:
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
         self.arrays: dict[int, Tensor] = {}  # the memory of those that own it
 
-    def root(self, tensor: Tensor, *, new: bool = True) -> Root | None:
-        """The root of a tensor; `new` makes one of raw data where there is none."""
+    def root(self, tensor: Tensor, *, new: bool = True) -> Root:
+        """The root of a tensor, `NOTHING` if unknown; `new` makes one of raw data."""
         if not storage_of(tensor) or not tensor.numel():
-            return None
+            return NOTHING
         root, base = self.roots.get(storage_of(tensor)), base_of(tensor)
         if root and not root.alive.expired():
             changed = root.version != version_of(tensor)  # unwatched
             return self.add(base, unknown(base.shape)) if changed else root
-        return self.add(base) if new and self.complete else None
+        return self.add(base) if new and self.complete else NOTHING
 
-    def add(self, tensor: Tensor, marks: Marks | None = None) -> Root:
+    def add(self, tensor: Tensor, marks: Tensor | None = None) -> Root:
         """A new root for what a tensor holds now; raw data without marks."""
         memory = StorageWeakRef(tensor.untyped_storage())
         root = Root(next(self.numbers), int(tensor.storage_offset()), tuple(tensor.shape),
                     tensor.stride(), memory, version_of(tensor), tensor.element_size(),
                     marks)  # fmt: skip
-        if marks:
-            root.known = bool(marks[0].any())
-        else:
+        if marks is None:
             root = self._recognised(tensor, root)
             remember(self.raw, root.number, root, MAX_ROOTS)
+        else:
+            root.known = bool(marks.any())
         self.roots[storage_of(tensor)] = root
         if len(self.roots) % MAX_ROOTS == 0:
             self.drop_freed()
@@ -140,33 +144,30 @@ class RootTable:
     def _recognised(self, tensor: Tensor, root: Root) -> Root:
         """The root of equal raw data, such as of the copy that the last epoch made."""
         count = tensor.numel()
-        if count < SAMPLES or tensor.device.type != "cpu" or tensor.is_complex():
+        if count < SAMPLES or tensor.device.type != "cpu":
             return root
-        values = tensor.detach().reshape(-1)[:: count // SAMPLES].tolist()
-        if len(set(values)) < 4:
+        values = tensor.detach().flatten()[:: count // SAMPLES].tolist()
+        if len(set(values)) < MIN_DIFFERENT:
             return root
-        key = root.shape, root.strides, tensor.dtype, *values
-        same = self.samples.get(key, root)
+        same = self.samples.get(key := (root.shape, root.strides, *values), root)
         same.alive, same.version = root.alive, root.version
         return remember(self.samples, key, same, MAX_ROOTS // 16)
 
-    def marks(self, tensor: Tensor) -> Marks:
+    def marks(self, tensor: Tensor) -> Tensor:
         """The marks of the elements of a tensor that has a root."""
         root = self.root(tensor)
-        if root is None or root.item != tensor.element_size():  # a view as of other numbers
+        if root.item != tensor.element_size():  # none, or a view as of other numbers
             return unknown(tensor.shape)
-        if root.marks and root.shape == tensor.shape and root.strides == tensor.stride():
+        is_whole = root.shape == tensor.shape and root.strides == tensor.stride()
+        if root.marks is not None and is_whole:
             return root.marks
         offsets = torch.tensor(int(tensor.storage_offset()), device="cpu")
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
-        if root.marks is None:
-            remember(self.raw, root.number, root, MAX_ROOTS)
-            numbers = root.number * SPAN + offsets
-            return numbers, numbers
-        index = tuple(root.index(offsets))
-        first, last = (each[index] if index else each for each in root.marks)
-        return first, last
+        if root.marks is not None:
+            return root.marks[:, *root.index(offsets)]
+        remember(self.raw, root.number, root, MAX_ROOTS)
+        return (root.number * SPAN + offsets).expand(2, *tensor.shape)
 
     def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
@@ -185,10 +186,11 @@ class RootTable:
 
     def _record(self, op: Operation, out: Tensor, inputs: list[Tensor]) -> None:
         fluid = [t for t in inputs if not isinstance(t, nn.Parameter)]
-        roots = [(t, root) for t in fluid if (root := self.root(t, new=not t.requires_grad))]
+        roots = [(t, self.root(t, new=not t.requires_grad)) for t in fluid]
         known = [(t, root) for t, root in roots if root.known or root.behind]
         if not known and op.name in FROM_ARRAY and isinstance(op.args[0], np.ndarray):
-            return self.from_array(op.args[0], out)
+            self.from_array(op.args[0], out)
+            return
         learned = not op.is_choice and (
             any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
         )
@@ -197,7 +199,7 @@ class RootTable:
             shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
         )  # fmt: skip
         marks = self._moved(op, out, roots)
-        if not marks and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
+        if marks is None and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
             marks = self._computed(out, known)
         root = self.add(out, marks)
         root.is_order = op.name in ORDERS or (
@@ -205,14 +207,13 @@ class RootTable:
         )
         root.learned = learned
         states = [(t, each) for t, each in known if each.behind]
-        if states and marks:
-            root.behind = max((each.behind for _, each in states), key=lambda call: call.serial)
+        if states and marks is not None:
+            root.behind = latest(each.behind for _, each in states)
             root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = any(each.cut or not t.requires_grad for t, each in states)
-        return None
 
-    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:
+    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Tensor | None:
         """The marks of what an operation moves, by moving its marks; `None` for any other."""
         name, tensors = op.name, [t for t, _ in roots]
         if name == "__getitem__" and len(roots) > 1:
@@ -223,35 +224,34 @@ class RootTable:
                 return self.rows(index, out.shape)
         if name in WRITES or (name == "stack" and all(t.requires_grad for t in tensors)):
             return unknown(out.shape)  # the outputs of a chunk
-        if name in JOINS:
-            fits = len({id(t) for t in tensors}) == len(op.args[0])
-            fits = fits and len({root.learned for _, root in roots}) == 1
+        joins = name in JOINS
+        if joins:
+            fits = len(roots) == len(op.args[0]) and len({root.learned for _, root in roots}) == 1
         else:
             fits = name in MOVES and bool(roots)
         if not fits or sum(t.numel() for t in tensors) > MAX_MARKS:
             return None
-        grids = [[m.to(tensors[0].device) for m in self.marks(t)] for t in tensors]
+        grids = [self.marks(t).to(t.device) for t in tensors]
         results = list[Tensor]()
-        for kind in range(2):
-            first = [grid[kind] for grid in grids] if name in JOINS else grids[0][kind]
-            result = op.func(first, *op.args[1:], **op.kwargs)
-            results.append((result if isinstance(result, Tensor) else result[0]).cpu())
-        return results[0], results[1]
+        for first in zip(*grids, strict=True):
+            result = op.func(first if joins else first[0], *op.args[1:], **op.kwargs)
+            results.append(result if isinstance(result, Tensor) else result[0])
+        return torch.stack(results).cpu()
 
     def _is_most(self, tensor: Tensor) -> bool:
         """Whether a tensor covers most of the raw data that it was made of."""
-        first, last = map(int, self.rows(tensor, ()))
+        first, last = self.rows(tensor, ()).tolist()
         root = self.raw.get(first // SPAN)
         return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
 
-    def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
+    def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Tensor:
         """The marks of the data in front: of those that share most dimensions with the result."""
         data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
         if not data:
             return unknown(out.shape)
         return self.rows(max(data, key=lambda t: shared(t, out.shape)), out.shape)
 
-    def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Marks:
+    def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The marks of a result of this shape: the leading dimensions that it shares stay.
 
         Of the rest the first and the last element count.
@@ -259,15 +259,13 @@ class RootTable:
         tensor, lead = tensor.detach(), shared(tensor, shape)
         while math.prod(shape[:lead]) > MAX_MARKS:
             lead -= 1
-        if lead == len(shape) == tensor.dim():
+        rest = tensor.dim() - lead
+        if lead == len(shape) and not rest:
             return self.marks(tensor)
-        (first, other), (end, last) = (
-            self.marks(tensor[(..., *[at] * (tensor.dim() - lead))]) for at in (0, -1)
-        )
+        (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
         first = torch.where(first == 0, end, first).minimum(torch.where(end == 0, first, end))
-        last, after = last.maximum(other), [1] * (len(shape) - lead)
-        first, last = (m.reshape((*shape[:lead], *after)).expand(shape) for m in (first, last))
-        return first, last
+        marks = torch.stack([first, last.maximum(other)])
+        return marks.reshape(marks.shape + (1,) * (len(shape) - lead)).expand(2, *shape)
 
     def from_array(self, array: Any, out: Tensor) -> None:
         """Record a tensor with the memory or the values of a NumPy array."""
@@ -292,10 +290,15 @@ def shared(tensor: Tensor, shape: Any) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def unknown(shape: Any) -> Marks:
+def unknown(shape: Any) -> Tensor:
     """The marks of what is not known."""
-    nothing = torch.zeros((), dtype=torch.int64, device="cpu").expand(shape)
-    return nothing, nothing
+    return torch.zeros((), dtype=torch.int64, device="cpu").expand(2, *shape)
+
+
+def latest(histories: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
+    """The last call of each unit in several histories."""
+    calls = (call for each in histories for call in each.values())
+    return {call.unit.key: call for call in sorted(calls, key=lambda call: call.serial)}
 
 
 def remember(table: dict[Any, Any], key: Any, value: Any, most: int = 64) -> Any:

@@ -148,8 +148,10 @@ class Watcher(TorchFunctionMode):
 
     def instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
-        new = Instruction(frame.f_code, frame.f_lasti)  # it keeps the code alive
-        return self._instructions.setdefault((id(frame.f_code), frame.f_lasti), new)
+        key = id(frame.f_code), frame.f_lasti
+        if key not in self._instructions:
+            self._instructions[key] = Instruction(frame.f_code, line_in(frame))
+        return self._instructions[key]
 
     def _record(
         self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
@@ -210,8 +212,7 @@ class Watcher(TorchFunctionMode):
         Returns:
             Whether it changes a parameter, by hand or to initialize it; its views have no graph.
         """
-        number = max(self.log.node_numbers[-1:], default=-1)
-        self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
+        self.log.in_place.append((version_of(target), target.shape, op.instruction, self.log.newest_node))
         is_parameter = isinstance(base_of(target), nn.Parameter)
         if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)

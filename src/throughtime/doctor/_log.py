@@ -16,7 +16,7 @@ from throughtime.doctor._graph import next_sequence
 
 MAX_CHANGES = 5_000  # in-place changes remembered
 MAX_NODES = 50_000  # nodes remembered
-MAX_EVENTS = 4_096  # events remembered, at least
+MAX_EVENTS = 4_096  # events remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +102,8 @@ class Log:
     units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
     boundary: int = -1  # the largest sequence number before the last backward
-    node_numbers: list[int] = field(default_factory=list)  # ascending
-    node_instructions: list[Instruction | None] = field(default_factory=list)
+    # ascending numbers and instructions
+    nodes: list[tuple[int, Instruction | None]] = field(default_factory=list)
     # in-place changes: version after it, shape, instruction, last sequence number
     in_place: deque[tuple[int, Any, Instruction, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
@@ -124,8 +124,7 @@ class Log:
         if isinstance(event, Backward):
             self.backwards.append(event)
         for events in (self.events, self.backwards):
-            if len(events) > 2 * MAX_EVENTS:
-                del events[:MAX_EVENTS]
+            del events[:-MAX_EVENTS]
 
     def before(self, step: WeightStep) -> list[Any]:
         """The backwards (b), clears (c) and clips (l) between a step, the last event, and the last.
@@ -138,19 +137,21 @@ class Log:
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
-        position = bisect_left(self.node_numbers, number)
-        return self.node_instructions[position] if position < len(self.node_numbers) else None
+        position = bisect_left(self.nodes, (number,))
+        return self.nodes[position][1] if position < len(self.nodes) else None
 
     def add_node(self, number: int, instruction: Instruction | None) -> None:
         """Record a node; `None` for those that were created unwatched before it."""
-        if not self.node_numbers or number > self.node_numbers[-1]:
-            self.node_numbers.append(number)
-            self.node_instructions.append(instruction)
+        if number > self.newest_node:
+            self.nodes.append((number, instruction))
+
+    @property
+    def newest_node(self) -> int:
+        """The largest number of a node, -1 if there is none."""
+        return self.nodes[-1][0] if self.nodes else -1
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""
         self.chunk += 1
         self.boundary = next_sequence() - 1
-        count = len(self.node_numbers)
-        if count > MAX_NODES:
-            del self.node_numbers[: count // 2], self.node_instructions[: count // 2]
+        del self.nodes[:-MAX_NODES]

@@ -130,16 +130,16 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        kept_by = [
-            {type(holder) for holder in gc.get_referrers(ref())}
-            for ref in alive.values()
-            if ref().grad_fn
-        ]
+        refs = [ref for ref in alive.values() if ref().grad_fn]
         # not by a retained graph alone; the last one may be kept later
-        if len(kept_by) == MIN_KEPT and all(
-            kinds & {list, tuple, dict} and deque not in kinds for kinds in kept_by[:-1]
-        ):
+        if len(refs) == MIN_KEPT and all(map(_is_kept, refs[:-1])):
             yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
+
+
+def _is_kept(ref: Any) -> bool:
+    """Whether a container without an end holds what a weak reference refers to."""
+    kinds = {type(holder) for holder in gc.get_referrers(ref())}
+    return bool(kinds & {list, tuple, dict}) and deque not in kinds
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
