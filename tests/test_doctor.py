@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import throughtime as tt
 from recurrences import needs_kernels
 from throughtime.doctor import CODES, doctor
-from throughtime.doctor._events import Watcher
+from throughtime.doctor._events import LoopEvents
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.testing import plugin
 
@@ -379,7 +379,7 @@ def test_a_watcher_left_on_the_stack_of_modes_passes_on() -> None:
     d.__exit__(None, None, None)  # the user's mode is above the doctor's
     mode.__exit__(None, None, None)
     left = _get_current_function_mode()
-    assert isinstance(left, Watcher)
+    assert isinstance(left, LoopEvents)
     count = left.operations
     try:
         assert torch.ones(2, requires_grad=True).mul(2).detach().tolist() == [2, 2]

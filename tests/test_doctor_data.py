@@ -189,5 +189,5 @@ def test_the_roots_of_data_do_not_grow_with_the_loop() -> None:
             h = h.detach()
             y.square().mean().backward()
             assert d._events is not None
-            sizes.append(len(d._events.watcher.table.roots) + len(d._events.watcher.table.raw))
+            sizes.append(len(d._events.table.roots) + len(d._events.table.raw))
     assert max(sizes) < 10

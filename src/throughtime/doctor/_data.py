@@ -28,7 +28,7 @@ MAX_ARRAYS = 8  # of NumPy, kept alive
 SAMPLES, MIN_DIFFERENT = 61, 4  # values by which a copy is recognised
 # operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", "reshape",
-         "flatten", "repeat", "_pack_padded_sequence"}  # fmt: skip
+         "flatten", "repeat"}  # fmt: skip
 JOINS = {"stack", "cat", "concat", "concatenate", "pad_sequence"}
 WRITES = {"__setitem__", "index_copy", "index_copy_"}
 REPLACES = {"copy_", "zero_", "fill_"}  # write all of it
@@ -232,11 +232,11 @@ class RootTable:
         if not fits or sum(t.numel() for t in tensors) > MAX_MARKS:
             return None
         grids = [self.marks(t).to(t.device) for t in tensors]
-        results = list[Tensor]()
-        for first in zip(*grids, strict=True):
-            result = op.func(first if joins else first[0], *op.args[1:], **op.kwargs)
-            results.append(result if isinstance(result, Tensor) else result[0])
-        return torch.stack(results).cpu()
+        moved = [
+            op.func(numbers if joins else numbers[0], *op.args[1:], **op.kwargs)
+            for numbers in zip(*grids, strict=True)
+        ]
+        return torch.stack(moved).cpu()
 
     def _is_most(self, tensor: Tensor) -> bool:
         """Whether a tensor covers most of the raw data that it was made of."""

@@ -10,7 +10,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from throughtime.doctor._calls import CELLS, LAYERS, Calls
-from throughtime.doctor._data import MOVES, Operation, RootTable
+from throughtime.doctor._data import Operation, RootTable
 from throughtime.doctor._frames import (
     Instruction,
     SourceLine,
@@ -35,7 +34,6 @@ from throughtime.doctor._frames import (
     user_frame,
 )
 from throughtime.doctor._graph import (
-    ATTRIBUTE_GETTER,
     LEAF,
     LoaderIterator,
     base_of,
@@ -65,193 +63,38 @@ FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
-DETACHES = frozenset(["detach", "data", "detach_"])
+DETACHES = frozenset(["detach", ".data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
 CLIP_FILE = clip_grad.__file__
-GETTERS = {"data", "grad", "T", "mT", "H"}
-QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
-             "storage_offset", "__len__"}  # fmt: skip
 
 
-class Watcher(TorchFunctionMode):
-    """Records operations, and passes on those that matter."""
-
-    def __init__(self, log: Log, state: StateRule) -> None:
-        super().__init__()
-        self.log, self.table = log, RootTable()
-        self.calls = state.calls = Calls(log, self.table, state)
-        self._instructions: dict[tuple[int, int], Instruction] = {}
-        self.busy = False  # the doctor itself is at work, or an optimizer
-        self.paused = 0  # the depth of the stack of modes below this one, while it is no mode
-        self.closed = False  # after the doctor; on a user's stack it then only passes on
-        self.awake = True  # operations are recorded
-        self.internal_error: Exception | None = None
-        self.operations = 0  # recorded since the last backward
-
-    def pause(self) -> None:
-        """Stop being the current mode while nothing that matters is at work."""
-        if current_mode() is self:
-            self.paused = mode_depth()
-            self.__exit__(None, None, None)
-
-    def resume(self) -> None:
-        """Be the current mode again, unless inside a mode of the user's that began meanwhile."""
-        if self.paused == mode_depth() + 1:
-            self.paused = 0
-            self.__enter__()
-
-    def close(self) -> None:
-        """Stop being the current mode, unless another is above it."""
-        self.closed = True
-        self.pause()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        asleep = not self.awake and operation_name(func) not in RECURRENT
-        if self.closed or self.busy or asleep or is_question(func) or is_replaced():
-            return func(*args, **kwargs)
-        iterates = func is Tensor.__iter__
-        result = torch.unbind(*args) if iterates else func(*args, **kwargs)
-        caller = current_frame(1)
-        if operation_name(func) == "grad" and isinstance(func, ATTRIBUTE_GETTER):
-            self._note_read(args[0], caller)
-        elif frame := user_frame(caller, skip_optimizer=False):
-            function = torch.unbind if iterates else func
-            self.guarded(self._record, function, args, kwargs, result, frame, frame is caller)
-        return iter(result) if iterates else result
-
-    def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
-        """Note a gradient that is read, but not to clear it or to measure its norm."""
-        log, line = self.log, current_line()
-        if frame.f_code.co_filename != CLIP_FILE:
-            for each in log.backwards[-1:]:
-                each.used |= frame.f_code.co_name != "zero_grad"
-        elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
-            last = next(reversed(log.events), None)
-            if not isinstance(last, Change) or last.line != line:  # one for all parameters
-                log.append(Change("l", frozenset([id(parameter)]), line))
-
-    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run the doctor's own work: unwatched, and without failing the user's loop."""
-        was_busy, self.busy = self.busy, True
-        try:
-            return work(*args)
-        except DiagnosisError:
-            raise
-        except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
-            self.internal_error, self.closed = error, True
-            return None
-        finally:
-            self.busy = was_busy
-
-    def instruction_at(self, frame: FrameType) -> Instruction:
-        """The instruction that a frame runs; always the same object for the same one."""
-        key = id(frame.f_code), frame.f_lasti
-        if key not in self._instructions:
-            self._instructions[key] = Instruction(frame.f_code, line_in(frame))
-        return self._instructions[key]
-
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
-    ) -> None:
-        name = operation_name(func)
-        inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
-        self.operations += 1
-        if self.operations > MAX_OPERATIONS:
-            self.awake = self.table.complete = False
-            self.log.results.clear()  # they are not followed to their end
-        changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
-        outputs = inputs[:1] if changes else outputs
-        if not outputs:
-            return
-        op = Operation(name, func, args, kwargs, inputs, outputs, self.instruction_at(frame))
-        if changes and self._record_change(inputs[0], op):
-            return
-        first, learned = outputs[0], any(t.requires_grad for t in inputs)
-        # a token or an action; spikes and masks are no data
-        is_discrete = first.dtype == torch.int64
-        op.is_choice = not first.requires_grad and (
-            func is torch.autograd.grad or (learned and is_discrete)
-        )
-        if name in {"view", "reshape"}:
-            self.calls.viewed = weakref.ref(first), inputs[0].shape, op.instruction
-        if first.grad_fn:
-            self._record_graph(op)
-        if name in RECURRENT:
-            self.calls.layer_or_cell(op)
-            return
-        for out in () if changes else outputs[: 1 if name in MOVES else None]:
-            self.table.follow(op, out)
-        if name in DETACHES and inputs[0].requires_grad:
-            self.calls.detached(inputs[0], op.instruction)
-        if is_direct:
-            self.calls.by_hand(op, frame)
-
-    def _record_graph(self, op: Operation) -> None:
-        """Record the results that have a graph, what they sum and what they are compared with."""
-        first, log = op.outputs[0], self.log
-        for out in op.outputs:
-            if (number := sequence(out.grad_fn)) < LEAF:
-                log.add_node(number, op.instruction)
-        if op.name not in DETACHES and log.chunk and op.instruction not in log.carried:
-            self._record_carried(op)
-        if op.name in RECURRENT:
-            return
-        log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
-        sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
-        if sizes and any(t.grad_fn for t in op.inputs):
-            # one comparison at each step, or of the whole chunk
-            before = log.targets if op.instruction is log.compared_at else 0
-            log.compared_at, log.targets = op.instruction, before + sizes[0]
-
-    def _record_change(self, target: Tensor, op: Operation) -> bool:
-        """Record a change in place.
-
-        Returns:
-            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
-        """
-        self.log.in_place.append((version_of(target), target.shape, op.instruction, self.log.newest_node))
-        is_parameter = isinstance(base_of(target), nn.Parameter)
-        if not is_parameter and op.name not in KEPT_IN_PLACE:
-            self.table.change(op)
-        return is_parameter
-
-    def _record_carried(self, op: Operation) -> None:
-        """Record the variables that carry states with an earlier graph into an operation."""
-        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
-        paths = [
-            carrier(t, current_frame())
-            for t in op.inputs
-            if t.grad_fn
-            and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
-            and (t.numel() > 1 or weighted)
-        ]
-        if paths:
-            self.log.carried[op.instruction] = paths
-
-
-class LoopEvents:
-    """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
+class LoopEvents(TorchFunctionMode):
+    """Hooks and wrappers of torch and a mode that records operations, for the rules."""
 
     def __init__(self, findings: FindingList) -> None:
-        self.log, self.findings = Log(), findings
+        super().__init__()
+        self.log, self.findings, self.table = Log(), findings, RootTable()
         self.state = StateRule(self.log, findings.add)
-        self.watcher = Watcher(self.log, self.state)
-        self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
-        self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
+        self.calls = self.state.calls = Calls(self.log, self.table, self.state)
+        self._instructions: dict[tuple[int, int], Instruction] = {}
+        self.internal_error: Exception | None = None
+        self.busy = False  # the doctor itself is at work, an optimizer or a backward
+        self.closed = False  # after the doctor; on a user's stack of modes it then only passes on
+        self.operations = 0  # recorded since the last backward
+        self._awake = True  # operations are recorded,
+        self._watch_until = FIRST_CHUNKS  # at least to this chunk
+        self._paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
-        self._watch_until = FIRST_CHUNKS  # the chunk
-        self._in_backward = self._in_step = False
+        self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
+        self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
         self._depth = 0  # modules that run now, one inside the other
-        self._outermost: nn.Module | None = None  # the one that runs
         self._past = weakref.WeakKeyDictionary[nn.Module, str]()  # of outermost modules, see above
+        self._inner = weakref.WeakSet[nn.Module]()  # all others
         self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
-        self._hidden = weakref.WeakSet[nn.Module]()  # layers that their model has not registered
-        self._iterators = weakref.WeakKeyDictionary[Any, int]()  # their numbers
-        self._numbers = itertools.count(1)
+        self._iterators = weakref.WeakSet[Any]()  # of loaders
 
     def open(self) -> None:
         """Install the hooks and wrappers, and watch."""
@@ -270,29 +113,41 @@ class LoopEvents:
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch, "from_numpy", self._from_numpy)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
-        self.watcher.__enter__()
+        self.__enter__()
 
     def close(self) -> None:
         """Stop watching, and remove hooks and wrappers in the opposite order."""
-        self.watcher.close()
+        self.closed = True
+        self._pause()
         while self._undo:
             self._undo.pop()()
-
-    def emit(self, event: Event) -> None:
-        """Add an event to the log, and report what the rules find."""
-        self.log.append(event)
-        for rule in AT.get(type(event), ()):
-            self.watcher.guarded(
-                lambda rule: [*map(self.findings.add, rule(self.log, event))], rule
-            )
 
     def end(self, error: BaseException | None) -> None:
         """Report what the end of the loop shows."""
         if error is not None:
-            self.watcher.guarded(lambda: self.findings.add(lanes_of_error(error)))
+            self.guarded(lambda: self.findings.add(lanes_of_error(error)))
             return
-        self.watcher.guarded(self.state.close)
-        self.emit(Close())
+        self.guarded(self.state.close)
+        self._emit(Close())
+
+    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run the doctor's own work: unwatched, and without failing the user's loop."""
+        was_busy, self.busy = self.busy, True
+        try:
+            return work(*args)
+        except DiagnosisError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
+            self.internal_error, self.closed = error, True
+            return None
+        finally:
+            self.busy = was_busy
+
+    def _emit(self, event: Event) -> None:
+        """Add an event to the log, and report what the rules find."""
+        self.log.append(event)
+        for rule in AT.get(type(event), ()):
+            self.guarded(lambda rule: [*map(self.findings.add, rule(self.log, event))], rule)
 
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
@@ -309,21 +164,33 @@ class LoopEvents:
 
     @property
     def _ignored(self) -> bool:
-        """Whether the doctor itself, an optimizer or another thread is at work."""
-        return self.watcher.busy or threading.get_ident() != self._thread
+        """Whether the doctor itself, an optimizer, a backward or another thread is at work."""
+        return self.busy or threading.get_ident() != self._thread
+
+    # --- when operations are recorded
+
+    def _pause(self) -> None:
+        """Stop being the current mode while nothing that matters is at work."""
+        if current_mode() is self:
+            self._paused = mode_depth()
+            self.__exit__(None, None, None)
+
+    def _resume(self) -> None:
+        """Be the current mode again, unless inside a mode of the user's that began meanwhile."""
+        if self._paused == mode_depth() + 1:
+            self._paused = 0
+            self.__enter__()
 
     def _watch(self, chunks: int = AGAIN_CHUNKS) -> None:
         """Record every operation for some chunks, then the calls of layers only."""
-        watcher, chunk = self.watcher, self.log.chunk
+        chunk, was_awake = self.log.chunk, self._awake
         self._watch_until = max(self._watch_until, chunk + chunks)
-        awake = chunk < self._watch_until
-        if awake and not watcher.awake:
+        self._awake = chunk < self._watch_until
+        self.table.complete &= self._awake
+        self.operations = 0
+        if self._awake and not was_awake:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
-        watcher.awake = awake
-        watcher.table.complete &= awake
-        watcher.operations = 0
-        if awake:
-            watcher.resume()
+            self._resume()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if is_replaced() or self._ignored:
@@ -331,26 +198,138 @@ class LoopEvents:
         log, self._depth = self.log, self._depth + 1
         if self._depth == 1:
             log.call += 1
-            if not self.watcher.awake:  # not within a backward, which torch runs with the mode off
-                self.watcher.pause()
-            log.training, self._outermost = module.training, module
+            if not self._awake:  # not within a backward, which torch runs with the mode off
+                self._pause()
+            log.training = module.training
             kind = "t" if module.training else "e" if torch.is_grad_enabled() else "v"
             past = self._past.get(module, "")
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
                 self._watch()
-        elif log.chunk < FIRST_CHUNKS and self._outermost:
-            self._hidden |= {module} - {*self._outermost.modules()}
+        elif log.chunk < FIRST_CHUNKS:
+            self._inner.add(module)
         if isinstance(module, nn.RNNBase):  # also while operations are not recorded
-            self.watcher.resume()
+            self._resume()
 
     def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if is_replaced() or self._ignored:
             return
         self._depth -= self._depth > 0
-        self._outermost = self._outermost if self._depth else None
-        if isinstance(module, nn.RNNBase) and not self.watcher.awake:
-            self.watcher.pause()
+        if isinstance(module, nn.RNNBase) and not self._awake:
+            self._pause()
+
+    # --- operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), operation_name(func)
+        asleep = not self._awake and name not in RECURRENT
+        if self.closed or self.busy or asleep or is_replaced():
+            return result
+        caller = current_frame(1)
+        if name == ".grad":
+            self._note_read(args[0], caller)
+        elif frame := user_frame(caller, skip_optimizer=False):
+            self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
+        return result
+
+    def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
+        """Note a gradient that is read, but not to clear it or to measure its norm."""
+        log, line = self.log, current_line()
+        if frame.f_code.co_filename != CLIP_FILE:
+            for each in log.backwards[-1:]:
+                each.used |= frame.f_code.co_name != "zero_grad"
+        elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
+            last = next(reversed(log.events), None)
+            if not isinstance(last, Change) or last.line != line:  # one for all parameters
+                log.append(Change("l", frozenset([id(parameter)]), line))
+
+    def _instruction_at(self, frame: FrameType) -> Instruction:
+        """The instruction that a frame runs; always the same object for the same one."""
+        key = id(frame.f_code), frame.f_lasti
+        if key not in self._instructions:
+            self._instructions[key] = Instruction(frame.f_code, line_in(frame))
+        return self._instructions[key]
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
+    ) -> None:
+        name = operation_name(func)
+        inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
+        self.operations += 1
+        if self.operations > MAX_OPERATIONS:
+            self._awake = self.table.complete = False
+            self.log.results.clear()  # they are not followed to their end
+        changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
+        outputs = inputs[:1] if changes else outputs
+        if not outputs:
+            return
+        op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
+        if changes and self._record_change(inputs[0], op):
+            return
+        first, learned = outputs[0], any(t.requires_grad for t in inputs)
+        # a token or an action; spikes and masks are no data
+        is_discrete = first.dtype == torch.int64
+        op.is_choice = not first.requires_grad and (
+            func is torch.autograd.grad or (learned and is_discrete)
+        )
+        if name in {"view", "reshape"}:
+            self.calls.viewed = weakref.ref(first), inputs[0].shape, op.instruction
+        if first.grad_fn:
+            self._record_graph(op)
+        if name in RECURRENT:
+            self.calls.layer_or_cell(op)
+            return
+        for out in () if changes else outputs:
+            self.table.follow(op, out)
+        if name in DETACHES and inputs[0].requires_grad:
+            self.calls.detached(inputs[0], op.instruction)
+        if is_direct:
+            self.calls.by_hand(op, frame)
+
+    def _record_graph(self, op: Operation) -> None:
+        """Record the results that have a graph, what they sum and what they are compared with."""
+        first, log = op.outputs[0], self.log
+        for out in op.outputs:
+            if (number := sequence(out.grad_fn)) < LEAF:
+                log.add_node(number, op.instruction)
+        if op.instruction not in log.carried:
+            self._record_carried(op)
+        if op.name in RECURRENT:
+            return
+        log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
+        sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
+        if sizes and any(t.grad_fn for t in op.inputs):
+            # one comparison at each step, or of the whole chunk
+            before = log.targets if op.instruction is log.compared_at else 0
+            log.compared_at, log.targets = op.instruction, before + sizes[0]
+
+    def _record_change(self, target: Tensor, op: Operation) -> bool:
+        """Record a change in place.
+
+        Returns:
+            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
+        """
+        log, is_parameter = self.log, isinstance(base_of(target), nn.Parameter)
+        log.in_place.append((version_of(target), target.shape, op.instruction, log.newest_node))
+        if not is_parameter and op.name not in KEPT_IN_PLACE:
+            self.table.change(op)
+        return is_parameter
+
+    def _record_carried(self, op: Operation) -> None:
+        """Record the variables that carry states with an earlier graph into an operation."""
+        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
+        paths = [
+            carrier(t, current_frame())
+            for t in op.inputs
+            if t.grad_fn
+            and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
+            and (t.numel() > 1 or weighted)
+        ]
+        if paths:
+            self.log.carried[op.instruction] = paths
+
+    # --- backwards, steps, and batches
 
     def _eval(self, original: Any, module: nn.Module) -> Any:
         self._evals[module] = current_line()
@@ -360,38 +339,38 @@ class LoopEvents:
         original(optimizer, *args, **kwargs)
         self._optimizers[optimizer] = current_line()
         self._past.clear()  # another phase, which may train in evaluation
+        self._inner.clear()
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
-        frame, guarded, log = user_frame(current_frame()), self.watcher.guarded, self.log
-        # torch calls itself again through the mode
-        if not frame or self._in_backward or is_transformed():
+        frame, guarded, log = user_frame(current_frame()), self.guarded, self.log
+        if not frame or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
-        retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
+        retain = kwargs.get("retain_graph", [*args, None, None, None][1 + is_grad])
         retain = bool(retain or (is_grad and kwargs.get("create_graph")))
         backward = Backward(line_in(frame), retain)
-        backward.used = retain or is_grad or not self.watcher.awake
+        backward.used = retain or is_grad or not self._awake
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
         if ends_chunk:
             guarded(self.state.before_backward)
             guarded(self._measure, backward, roots[0] if roots else None)
-        self._in_backward = True
+        self.busy = True
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
             guarded(self._explain, str(error), roots, backward)
             raise
         finally:
-            self._in_backward = False
+            self.busy = False
         del roots  # its graph must not live on
         if ends_chunk:
             log.next_chunk()
-            guarded(self.watcher.table.drop_freed)
+            guarded(self.table.drop_freed)
             backward.boundary = log.boundary
-            self.emit(backward)
+            self._emit(backward)
             self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
 
@@ -405,7 +384,7 @@ class LoopEvents:
         if root is None:
             return
         number = backward.number = sequence(root)
-        if not self.watcher.awake:
+        if not self._awake:
             return
         log.roots.add(log.instruction_of(number))
         same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
@@ -420,15 +399,13 @@ class LoopEvents:
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         # a closure would be the user's loop
-        if not self._ignored and not args[1:] and not kwargs:
-            self._in_step = self.watcher.busy = True
+        self.busy |= not (self._ignored or args[1:] or kwargs)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._in_step and threading.get_ident() == self._thread:
-            self._in_step = self.watcher.busy = False
-        if not self._ignored:
+        if threading.get_ident() == self._thread:
+            self.busy = False
             self.log.steps += 1
-            self.watcher.guarded(self._log_step, optimizer, bool(args[1:] or kwargs))
+            self.guarded(self._log_step, optimizer, bool(args[1:] or kwargs))
 
     def _log_step(self, optimizer: Any, closure: bool) -> None:
         parameters, log = parameters_of(optimizer), self.log
@@ -445,7 +422,8 @@ class LoopEvents:
         if 0 < log.chunk < FIRST_CHUNKS:
             # layers that are not registered, or all of a model, may train in no optimizer
             known = {id(p) for each in self._optimizers for p in parameters_of(each)}
-            models = [*self._hidden, *(self._past if step.lacks else ())]
+            hidden = {*self._inner}.difference(*(m.modules() for m in self._past))
+            models = [*hidden, *(self._past if step.lacks else ())]
             trained = ({id(p) for p in m.parameters() if p.grad is not None} for m in models)
             if any(ids and not ids & known for ids in trained):
                 step.constructed = source
@@ -455,7 +433,7 @@ class LoopEvents:
                 if FORGOTTEN.search(past + "s") and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
         self._last_steps[optimizer] = step
-        self.emit(step)
+        self._emit(step)
         step.before = None
         for each in log.backwards[-1:]:  # for the other optimizers
             each.used = True
@@ -467,16 +445,16 @@ class LoopEvents:
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:
         result = original(array)
-        self.watcher.guarded(self.watcher.table.from_array, array, result)
+        self.guarded(self.table.from_array, array, result)
         return result
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
         log = self.log
         if iterator not in self._iterators:
-            self._iterators[iterator] = next(self._numbers)
+            self._iterators.add(iterator)
             self._watch()
         batch = original(iterator)
-        log.batch = self._iterators[iterator], log.batch[1] + 1
+        log.batch = id(iterator), log.batch[1] + 1
         log.loader = current_line()
         log.random = draws_at_random(iterator._index_sampler)
         return batch
@@ -512,17 +490,8 @@ def is_replaced() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
-@lru_cache(maxsize=4096)
-def is_question(func: Any) -> bool:
-    """Whether an operation asks for the form of a tensor, not for its values."""
-    name = operation_name(func)
-    return (isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS) or name in QUESTIONS
-
-
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def operation_name(func: Any) -> str:
-    """The name of an operation; for a getter that of the attribute."""
+    """The name of an operation; for a getter that of the attribute behind a dot."""
     name = getattr(func, "__name__", "")
-    return (
-        str(getattr(getattr(func, "__self__", None), "__name__", "")) if name == "__get__" else name
-    )
+    return f".{getattr(func.__self__, '__name__', '')}" if name == "__get__" else name

@@ -29,7 +29,7 @@ MAX_DEPTH = 2  # attributes in the path of a variable
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """A bytecode instruction; `Watcher.instruction_at` makes one of each, and keeps its code."""
+    """A bytecode instruction; `LoopEvents` makes one of each, and keeps its code."""
 
     code: CodeType
     line: "SourceLine"

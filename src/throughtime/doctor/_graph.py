@@ -18,7 +18,6 @@ from torch.overrides import _get_current_function_mode as current_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
-    "ATTRIBUTE_GETTER",
     "LoaderIterator",
     "current_mode",
     "is_transformed",
@@ -34,8 +33,6 @@ COPY_OR_VIEW = re.compile(
     "(Alias|Clone|Expand|Index|Permute|Reshape|Select|Slice|Squeeze|T|ToCopy|Transpose|UnsafeView"
     "|Unsqueeze|View)Backward[01]"
 )
-# the type of a getter of C, which the type checker replaces by the attribute's value
-ATTRIBUTE_GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -101,12 +98,7 @@ def _saved_errors(node: Any) -> Iterator[str]:
 
 def reaches_unusable(node: Any, limit: int = 400, *errors: str) -> bool:
     """Whether this node or one that it reaches is unusable, for one of these reasons if any."""
-    texts = (
-        text
-        for below in reachable_nodes(node, limit)
-        if not is_leaf(below)
-        for text in _saved_errors(below)
-    )
+    texts = (text for below in reachable_nodes(node, limit) for text in _saved_errors(below))
     return any(error in text for text in texts for error in errors or (FREED, CHANGED))
 
 

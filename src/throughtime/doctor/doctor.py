@@ -134,7 +134,7 @@ class Doctor:
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:
-            log, self.internal_error = events.log, events.watcher.internal_error
+            log, self.internal_error = events.log, events.internal_error
             lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
         known = [str(error), *getattr(error, "__notes__", [])]
