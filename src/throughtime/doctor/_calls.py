@@ -36,45 +36,42 @@ MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
 
 
 class Lane(NamedTuple):
-    """What one lane of a chunk reads of its root, as indices of elements."""
+    """What one lane of a chunk reads of its root; distances are by dimension, see `distances`."""
 
     root: Root
-    first: list[int]  # that the first step reads first,
-    second: list[int]  # the second one, the first one again if there is no other,
-    last: list[int]  # and the last one,
-    end: list[int]  # and the last that it reads
+    first: list[int]  # the index of the first element that its first step reads,
+    last: list[int]  # and its last one
+    step: dict[int, int]  # the distance from one step to the next, empty if unknown
+    size: dict[int, int]  # that from the first to the last element that the last step reads
     steps: int
 
     @property
-    def step(self) -> list[int]:
-        """From one step to the next, zeros if unknown."""
-        step = [b - a for a, b in zip(self.first, self.second, strict=True)]
-        last = [a + n * (self.steps - 1) for a, n in zip(self.first, step, strict=True)]
-        return step if last == self.last else [0] * len(step)
-
-    @property
-    def size(self) -> list[int]:
-        """Of what a step covers, if every step covers the whole chunk; else empty."""
-        whole = self.steps > 1 and self.first == self.last
-        return [1 + b - a for a, b in zip(self.last, self.end, strict=True)] if whole else []
+    def is_whole(self) -> bool:
+        """Whether every step reads the whole chunk."""
+        return self.steps > 1 and self.first == self.last
 
     @property
     def time(self) -> int:
         """The dimension of time, -1 if unknown."""
-        moved = [d for d, n in enumerate(self.step) if n]
-        return moved[0] if len(moved) == 1 else -1
+        return next(iter(self.step)) if len(self.step) == 1 else -1
 
     def joined(self, step: "Lane") -> "Lane | None":
         """With one more step; `None` if it is of other data."""
         if step.root is not self.root:
             return None
-        second = step.first if self.steps == 1 else self.second
-        steps = self.steps + step.steps
-        return self._replace(second=second, last=step.last, end=step.end, steps=steps)
+        distance = distances(self.last, step.first)
+        is_even = self.steps == 1 or distance == self.step
+        return Lane(self.root, self.first, step.last, distance if is_even else {}, step.size,
+                    self.steps + step.steps)  # fmt: skip
 
     def begins(self, time: int) -> bool:
         """Whether it begins at the first element of its root in time, in its direction."""
-        return self.first[time] == (self.root.shape[time] - 1 if self.step[time] < 0 else 0)
+        return self.first[time] == (self.root.shape[time] - 1 if self.step.get(time, 0) < 0 else 0)
+
+
+def distances(a: list[int], b: list[int]) -> dict[int, int]:
+    """How far an index is from another, by the dimensions in which they differ."""
+    return {d: j - i for d, (i, j) in enumerate(zip(a, b, strict=True)) if i != j}
 
 
 def follows(a: Lane, b: Lane) -> bool:
@@ -83,15 +80,15 @@ def follows(a: Lane, b: Lane) -> bool:
     With x[:-1] the last step is a target only. A convolution may read the end of the last chunk
     again, as context.
     """
-    moved = [(d, j - i) for d, (i, j) in enumerate(zip(a.last, b.first, strict=False)) if i != j]
-    if a.root is not b.root or len(moved) != 1:
+    moved = distances(a.last, b.first) if a.root is b.root else {}
+    if len(moved) != 1:
         return False
-    ((d, distance),) = moved
-    if a.size:
-        size = a.size[d]
+    ((d, distance),) = moved.items()
+    if a.is_whole:
+        size = 1 + a.size.get(d, 0)
         return size > 1 and distance in {size, size + 1, size - size % a.steps}
-    step = a.step[d] if a.steps > 1 else 1
-    return step != 0 and distance in {step, 2 * step}
+    step = a.step.get(d, 0) if a.steps > 1 else 1
+    return distance in {step, 2 * step}
 
 
 def relation(
@@ -132,16 +129,16 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     if follows(a, b):
         return "next"
     time = b.time if b.time >= 0 else a.time
-    size = a.size or b.size
+    whole = a.is_whole or b.is_whole
     if a.root is not b.root:
-        inside = [i for d, i in enumerate(b.first) if not size or (b.size and b.size[d] > 1)]
+        inside = (i for d, i in enumerate(b.first) if not whole or (b.is_whole and d in b.size))
         if not any(inside) or (time >= 0 and b.begins(time)):
             return "start"
         last = read(b.root)
         if any(follows(each, b) for each in last):
             return "other"
-        return "elsewhere" if last and not size else ""
-    moved = {d for d, (i, j) in enumerate(zip(a.last, b.first, strict=True)) if i != j}
+        return "elsewhere" if last and not whole else ""
+    moved = distances(a.last, b.first).keys()
     if time < 0:
         along = {d for d in moved if len(moved) == 1 or not b.first[d]}
         if len(along) != 1:
@@ -149,7 +146,7 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
         (time,) = along
     if b.begins(time):
         return "start" if moved - {time} else "again"
-    return "jump" if moved == {time} and (a.size or a.steps == 1 or any(a.step)) else ""
+    return "jump" if moved == {time} and (a.is_whole or a.steps == 1 or a.step) else ""
 
 
 def same_start(a: list[Lane], b: list[Lane]) -> bool:
@@ -234,7 +231,7 @@ class Calls:
         """A layer or cell of torch."""
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
         packed = layer and isinstance(args[3], (list, tuple))
-        state, weights = args[2:4] if packed else args[1:3]
+        state, weights = args[1 + packed : 3 + packed]
         states = [state] if isinstance(state, Tensor) else list(state)
         weight = weights[0] if layer else weights
         # weights that are no parameters may be made anew for each call
@@ -242,13 +239,13 @@ class Calls:
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
         lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
         own = self.table.root(inputs, new=False).behind.get(key)
-        if lanes and own and not (own.lanes and lanes[0].first not in own.lanes[0][1:4:2]):
+        if lanes and own and not (own.lanes and lanes[0].first not in own.lanes[0][1:3]):
             lanes = None  # its own prediction, which has no place in the data
         self._check_view(inputs)
         call = self._new(key, op, lanes)
         if layer:
             call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
-            call.bidirectional = bool(args[8 if packed else 7])
+            call.bidirectional = bool(args[7 + packed])
         call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
         marks = [unknown(out.shape) for out in op.outputs]
         if lanes:
@@ -274,12 +271,16 @@ class Calls:
         grid = grid.unsqueeze(1) if time_dim is None else grid.movedim(1 + time_dim, 1)
         first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
         reads = torch.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
-        lanes = list[Lane]()
+        lanes, steps = list[Lane](), len(first)
         for numbers in reads:
             source = self.table.raw.get(numbers[0] // SPAN)
-            if not source or {n // SPAN for n in numbers} != {numbers[0] // SPAN}:
+            if not source or {n // SPAN for n in numbers} != {source.number}:
                 return [] if reads[0][0] else None
-            lanes.append(Lane(source, *(source.index(n % SPAN) for n in numbers), len(first)))
+            start, second, last, end = (source.index(n % SPAN) for n in numbers)
+            step = distances(start, second)
+            is_even = distances(start, last) == {d: n * (steps - 1) for d, n in step.items()}
+            size = distances(last, end)
+            lanes.append(Lane(source, start, last, step if is_even else {}, size, steps))
         return lanes
 
     def detached(self, source: Tensor, instruction: Instruction) -> None:
@@ -333,7 +334,7 @@ class Calls:
 
     def _add(self, call: UnitCall, states: list[Tensor], results: list[Root]) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
-        unit, last = call.unit, call.unit.last.get(call.training)
+        unit, last = call.unit, call.before
         pairs = [(t, self.table.root(t, new=False)) for t in states]
         behind = latest(root.behind for _, root in pairs)
         origin, is_known = behind.get(unit.key), not any(root.learned for _, root in pairs)

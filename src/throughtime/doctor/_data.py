@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +23,6 @@ from throughtime.doctor._graph import base_of, storage_of, version_of
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
-MAX_ARRAYS = 8  # of NumPy, kept alive
 SAMPLES, MIN_DIFFERENT = 61, 4  # values by which a copy is recognised
 # operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", "reshape",
@@ -36,7 +34,6 @@ CLONES = {"clone", "__deepcopy__"}
 # those whose results are an order, and constants
 ORDERS = {"randperm", "arange", "argsort", "sort", "topk"}
 FILLS = {"zeros", "ones", "eye", "full", "empty", "zeros_like", "ones_like", "new_zeros"}
-FROM_ARRAY = {"tensor", "as_tensor", "asarray", "from_numpy"}
 # those that may mask, reset or exchange values
 EDITS = MOVES | WRITES | {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_",
                           "mul_", "__imul__", "lerp", "index_fill"}  # fmt: skip
@@ -109,7 +106,6 @@ class RootTable:
         self.raw: dict[int, Root] = {}  # those of raw data by their number, the last used last
         self.numbers = itertools.count(1)
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
-        self.arrays: dict[int, Tensor] = {}  # the memory of those that own it
 
     def root(self, tensor: Tensor, *, new: bool = True) -> Root:
         """The root of a tensor, `NOTHING` if unknown; `new` makes one of raw data."""
@@ -188,9 +184,6 @@ class RootTable:
         fluid = [t for t in inputs if not isinstance(t, nn.Parameter)]
         roots = [(t, self.root(t, new=not t.requires_grad)) for t in fluid]
         known = [(t, root) for t, root in roots if root.known or root.behind]
-        if not known and op.name in FROM_ARRAY and isinstance(op.args[0], np.ndarray):
-            self.from_array(op.args[0], out)
-            return
         learned = not op.is_choice and (
             any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
         )
@@ -211,7 +204,7 @@ class RootTable:
             root.behind = latest(each.behind for _, each in states)
             root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
-            root.cut = any(each.cut or not t.requires_grad for t, each in states)
+            root.cut = all(each.cut or not t.requires_grad for t, each in states)
 
     def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Tensor | None:
         """The marks of what an operation moves, by moving its marks; `None` for any other."""
@@ -266,22 +259,6 @@ class RootTable:
         first = torch.where(first == 0, end, first).minimum(torch.where(end == 0, first, end))
         marks = torch.stack([first, last.maximum(other)])
         return marks.reshape(marks.shape + (1,) * (len(shape) - lead)).expand(2, *shape)
-
-    def from_array(self, array: Any, out: Tensor) -> None:
-        """Record a tensor with the memory or the values of a NumPy array."""
-        base = array
-        while isinstance(base.base, np.ndarray):
-            base = base.base
-        kind, dtype = base.dtype.kind, base.dtype
-        if dtype != array.dtype or kind not in "fiub" or not base.flags.writeable:
-            self.add(out)
-            return
-        memory = self.arrays[id(base)] if id(base) in self.arrays else torch.from_numpy(base)
-        remember(self.arrays, id(base), memory, MAX_ARRAYS)
-        offset = (array.ctypes.data - base.ctypes.data) // array.itemsize
-        strides = [n // array.itemsize for n in array.strides]
-        self.root(memory)
-        self.add(out, self.rows(memory.as_strided(array.shape, strides, offset), tuple(out.shape)))
 
 
 def shared(tensor: Tensor, shape: Any) -> int:

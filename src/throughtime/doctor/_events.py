@@ -5,7 +5,6 @@ the rules.
 """
 
 import functools
-import itertools
 import re
 import threading
 import weakref
@@ -58,11 +57,11 @@ MAX_NODES = 4_000  # nodes visited in the graph of a backward
 # steps (s), if a step that follows a validation trains in its mode
 FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
 MAX_PAST = 64  # of these remembered
-MAX_RETAINED = 16  # retained backwards measured in one line
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
+RANDOM = RandomSampler, SubsetRandomSampler, WeightedRandomSampler  # without the order of time
 DETACHES = frozenset(["detach", ".data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
 # add_, __setitem__ and __iadd__, but not __int__ and so on
@@ -111,7 +110,6 @@ class LoopEvents(TorchFunctionMode):
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.optim.Optimizer, "__init__", self._init_optimizer)
         self._wrap(nn.Module, "eval", self._eval)
-        self._wrap(torch, "from_numpy", self._from_numpy)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
         self.__enter__()
 
@@ -128,18 +126,17 @@ class LoopEvents(TorchFunctionMode):
             self.guarded(lambda: self.findings.add(lanes_of_error(error)))
             return
         self.guarded(self.state.close)
-        self._emit(Close())
+        self.guarded(self._emit, Close())
 
-    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+    def guarded(self, work: Callable[..., Any], *args: Any) -> None:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
         was_busy, self.busy = self.busy, True
         try:
-            return work(*args)
+            work(*args)
         except DiagnosisError:
             raise
         except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
             self.internal_error, self.closed = error, True
-            return None
         finally:
             self.busy = was_busy
 
@@ -147,7 +144,8 @@ class LoopEvents(TorchFunctionMode):
         """Add an event to the log, and report what the rules find."""
         self.log.append(event)
         for rule in AT.get(type(event), ()):
-            self.guarded(lambda rule: [*map(self.findings.add, rule(self.log, event))], rule)
+            for fault in rule(self.log, event):
+                self.findings.add(fault)
 
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
@@ -164,8 +162,8 @@ class LoopEvents(TorchFunctionMode):
 
     @property
     def _ignored(self) -> bool:
-        """Whether the doctor itself, an optimizer, a backward or another thread is at work."""
-        return self.busy or threading.get_ident() != self._thread
+        """Whether the doctor itself, an optimizer, a backward, a compiler or a thread is at work."""
+        return self.busy or is_replaced() or threading.get_ident() != self._thread
 
     # --- when operations are recorded
 
@@ -193,7 +191,7 @@ class LoopEvents(TorchFunctionMode):
             self._resume()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
-        if is_replaced() or self._ignored:
+        if self._ignored:
             return
         log, self._depth = self.log, self._depth + 1
         if self._depth == 1:
@@ -212,7 +210,7 @@ class LoopEvents(TorchFunctionMode):
             self._resume()
 
     def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
-        if is_replaced() or self._ignored:
+        if self._ignored:
             return
         self._depth -= self._depth > 0
         if isinstance(module, nn.RNNBase) and not self._awake:
@@ -235,14 +233,12 @@ class LoopEvents(TorchFunctionMode):
 
     def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
         """Note a gradient that is read, but not to clear it or to measure its norm."""
-        log, line = self.log, current_line()
-        if frame.f_code.co_filename != CLIP_FILE:
-            for each in log.backwards[-1:]:
-                each.used |= frame.f_code.co_name != "zero_grad"
-        elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
-            last = next(reversed(log.events), None)
-            if not isinstance(last, Change) or last.line != line:  # one for all parameters
-                log.append(Change("l", frozenset([id(parameter)]), line))
+        if frame.f_code.co_filename == CLIP_FILE:
+            scope = {**(frame.f_back or frame).f_locals, **frame.f_locals}
+            if scope.get("max_norm") != float("inf"):
+                self.log.append(Change("l", frozenset([id(parameter)]), current_line()))
+        elif frame.f_code.co_name != "zero_grad" and self.log.backwards:
+            self.log.backwards[-1].used = True
 
     def _instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
@@ -254,19 +250,23 @@ class LoopEvents(TorchFunctionMode):
     def _record(
         self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
     ) -> None:
-        name = operation_name(func)
+        name, log = operation_name(func), self.log
         inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
         self.operations += 1
         if self.operations > MAX_OPERATIONS:
             self._awake = self.table.complete = False
-            self.log.results.clear()  # they are not followed to their end
-        changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
-        outputs = inputs[:1] if changes else outputs
+            log.results.clear()  # they are not followed to their end
+        changed = inputs[:1] if IN_PLACE.fullmatch(name) else []
+        outputs = changed or outputs
         if not outputs:
             return
         op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
-        if changes and self._record_change(inputs[0], op):
-            return
+        for each in changed:
+            log.in_place.append((version_of(each), each.shape, op.instruction, log.newest_node))
+            if isinstance(base_of(each), nn.Parameter):
+                return  # by hand or to initialize it; its views have no graph
+            if name not in KEPT_IN_PLACE:
+                self.table.change(op)
         first, learned = outputs[0], any(t.requires_grad for t in inputs)
         # a token or an action; spikes and masks are no data
         is_discrete = first.dtype == torch.int64
@@ -280,7 +280,7 @@ class LoopEvents(TorchFunctionMode):
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
             return
-        for out in () if changes else outputs:
+        for out in () if changed else outputs:
             self.table.follow(op, out)
         if name in DETACHES and inputs[0].requires_grad:
             self.calls.detached(inputs[0], op.instruction)
@@ -288,13 +288,21 @@ class LoopEvents(TorchFunctionMode):
             self.calls.by_hand(op, frame)
 
     def _record_graph(self, op: Operation) -> None:
-        """Record the results that have a graph, what they sum and what they are compared with."""
+        """Record results that have a graph, the states that enter, and what they are compared with."""
         first, log = op.outputs[0], self.log
         for out in op.outputs:
             if (number := sequence(out.grad_fn)) < LEAF:
                 log.add_node(number, op.instruction)
-        if op.instruction not in log.carried:
-            self._record_carried(op)
+        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
+        entered = [
+            t
+            for t in op.inputs
+            if t.grad_fn
+            and sequence(behind_copies(t.grad_fn)) <= log.boundary
+            and (t.numel() > 1 or weighted)
+        ]
+        if entered and op.instruction not in log.carried:
+            log.carried[op.instruction] = [carrier(t, current_frame()) for t in entered]
         if op.name in RECURRENT:
             return
         log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
@@ -303,31 +311,6 @@ class LoopEvents(TorchFunctionMode):
             # one comparison at each step, or of the whole chunk
             before = log.targets if op.instruction is log.compared_at else 0
             log.compared_at, log.targets = op.instruction, before + sizes[0]
-
-    def _record_change(self, target: Tensor, op: Operation) -> bool:
-        """Record a change in place.
-
-        Returns:
-            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
-        """
-        log, is_parameter = self.log, isinstance(base_of(target), nn.Parameter)
-        log.in_place.append((version_of(target), target.shape, op.instruction, log.newest_node))
-        if not is_parameter and op.name not in KEPT_IN_PLACE:
-            self.table.change(op)
-        return is_parameter
-
-    def _record_carried(self, op: Operation) -> None:
-        """Record the variables that carry states with an earlier graph into an operation."""
-        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
-        paths = [
-            carrier(t, current_frame())
-            for t in op.inputs
-            if t.grad_fn
-            and sequence(behind_copies(t.grad_fn)) <= self.log.boundary
-            and (t.numel() > 1 or weighted)
-        ]
-        if paths:
-            self.log.carried[op.instruction] = paths
 
     # --- backwards, steps, and batches
 
@@ -344,7 +327,7 @@ class LoopEvents(TorchFunctionMode):
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
         frame, guarded, log = user_frame(current_frame()), self.guarded, self.log
-        if not frame or is_transformed():
+        if not frame:
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", [*args, None, None, None][1 + is_grad])
@@ -370,7 +353,7 @@ class LoopEvents(TorchFunctionMode):
             log.next_chunk()
             guarded(self.table.drop_freed)
             backward.boundary = log.boundary
-            self._emit(backward)
+            guarded(self._emit, backward)
             self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
 
@@ -381,15 +364,13 @@ class LoopEvents(TorchFunctionMode):
         for step in self._last_steps.values():
             if step.grad and (grad := step.grad()) is not None and not _has_values(grad):
                 log.append(Change("c", step.parameters))  # by hand
-        if root is None:
+        if root is None or not self._awake:
             return
         number = backward.number = sequence(root)
-        if not self._awake:
-            return
         log.roots.add(log.instruction_of(number))
         same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
         # several backwards may go through the same forward pass
-        if backward.retain and number > log.boundary and len(same) <= MAX_RETAINED:
+        if backward.retain and number > log.boundary:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
             backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
@@ -410,13 +391,12 @@ class LoopEvents(TorchFunctionMode):
     def _log_step(self, optimizer: Any, closure: bool) -> None:
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
-        grad = grads[0] if grads else None
         before = self._last_steps.get(optimizer)
         step = WeightStep(frozenset(map(id, parameters)), current_line(), before)
         step.chunk, step.number = log.chunk, next_sequence() - 1
         step.lacks = not closure and not any(map(_has_values, grads))
-        step.grad = grad if grad is None else weakref.ref(grad)
-        step.repeated = bool(before and grad is not None and before.grad and before.grad() is grad)
+        step.grad = weakref.ref(grads[0]) if grads else None
+        step.repeated = bool(grads and before and before.grad and before.grad() is grads[0])
         step.has_hooks = any(map(has_hook, parameters))
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:
@@ -428,7 +408,7 @@ class LoopEvents(TorchFunctionMode):
             if any(ids and not ids & known for ids in trained):
                 step.constructed = source
         for module, past in list(self._past.items()):
-            if step.parameters & {*map(id, itertools.islice(module.parameters(), 1))}:
+            if any(id(p) in step.parameters for p in module.parameters()):
                 self._past[module] = past + "s"
                 if FORGOTTEN.search(past + "s") and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
@@ -443,11 +423,6 @@ class LoopEvents(TorchFunctionMode):
         self.log.append(Change("c", frozenset(map(id, of(owner))), current_line()))
         return original(owner, *args, **kwargs)
 
-    def _from_numpy(self, original: Any, array: Any) -> Tensor:
-        result = original(array)
-        self.guarded(self.table.from_array, array, result)
-        return result
-
     def _next_batch(self, original: Any, iterator: Any) -> Any:
         log = self.log
         if iterator not in self._iterators:
@@ -456,7 +431,9 @@ class LoopEvents(TorchFunctionMode):
         batch = original(iterator)
         log.batch = id(iterator), log.batch[1] + 1
         log.loader = current_line()
-        log.random = draws_at_random(iterator._index_sampler)
+        sampler = iterator._index_sampler
+        sampler = getattr(sampler, "sampler", sampler)  # of a sampler of batches
+        log.random = isinstance(sampler, RANDOM)
         return batch
 
 
@@ -466,7 +443,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def _has_values(grad: Tensor) -> bool:
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+    return bool(grad.abs().sum())  # also of a sparse one
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
@@ -477,12 +454,6 @@ def _depends_on_mode(module: nn.Module) -> bool:
         or (isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1)
         for each in module.modules()
     )
-
-
-def draws_at_random(sampler: Any) -> bool:
-    """Whether a sampler, or that of a batch sampler, does not keep the order of time."""
-    sampler = getattr(sampler, "sampler", sampler)
-    return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
 def is_replaced() -> bool:

@@ -63,7 +63,7 @@ def sequence(node: Any) -> int:
 
 def is_leaf(node: Any) -> bool:
     """Whether a node accumulates the gradient of a leaf tensor, such as a parameter."""
-    return node.name().endswith("AccumulateGrad")
+    return sequence(node) >= LEAF
 
 
 def children(node: Any) -> list[Any]:
