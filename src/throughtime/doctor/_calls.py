@@ -50,11 +50,6 @@ class Lane(NamedTuple):
         """Whether every step reads the whole chunk."""
         return self.steps > 1 and self.first == self.last
 
-    @property
-    def time(self) -> int:
-        """The dimension of time, -1 if unknown."""
-        return next(iter(self.step)) if len(self.step) == 1 else -1
-
     def joined(self, step: "Lane") -> "Lane | None":
         """With one more step; `None` if it is of other data."""
         if step.root is not self.root:
@@ -128,7 +123,7 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     """How the next chunk of one lane lies in time; "elsewhere" is a jump within other data."""
     if follows(a, b):
         return "next"
-    time = b.time if b.time >= 0 else a.time
+    time = next(iter(b.step or a.step), -1)  # its dimension, -1 if unknown
     whole = a.is_whole or b.is_whole
     if a.root is not b.root:
         inside = (i for d, i in enumerate(b.first) if not whole or (b.is_whole and d in b.size))

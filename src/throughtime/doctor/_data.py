@@ -50,7 +50,6 @@ class Operation:
     inputs: list[Tensor]
     outputs: list[Tensor]
     instruction: Instruction
-    is_choice: bool = False  # its result is data, although it depends on parameters
 
     @property
     def fluid(self) -> list[Tensor]:
@@ -184,15 +183,17 @@ class RootTable:
         fluid = [t for t in inputs if not isinstance(t, nn.Parameter)]
         roots = [(t, self.root(t, new=not t.requires_grad)) for t in fluid]
         known = [(t, root) for t, root in roots if root.known or root.behind]
-        learned = not op.is_choice and (
-            any(t.requires_grad for t in inputs) or any(each.learned for _, each in roots)
-        )
+        trains = any(t.requires_grad for t in inputs)
+        # a gradient, token or action is data, although it depends on parameters; a spike is not
+        is_chosen = trains and out.dtype == torch.int64
+        is_choice = not out.requires_grad and (is_chosen or op.func is torch.autograd.grad)
+        learned = not is_choice and (trains or any(each.learned for _, each in roots))
         # what is computed from most of the raw data together is new data
         mixed = bool(known) and not learned and all(
             shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
         )  # fmt: skip
         marks = self._moved(op, out, roots)
-        if marks is None and not (op.is_choice or mixed) and (op.inputs or op.name in FILLS):
+        if marks is None and not (is_choice or mixed) and (op.inputs or op.name in FILLS):
             marks = self._computed(out, known)
         root = self.add(out, marks)
         root.is_order = op.name in ORDERS or (

@@ -162,7 +162,7 @@ class LoopEvents(TorchFunctionMode):
 
     @property
     def _ignored(self) -> bool:
-        """Whether the doctor itself, an optimizer, a backward, a compiler or a thread is at work."""
+        """Whether the doctor, an optimizer, a backward, a compiler or another thread is at work."""
         return self.busy or is_replaced() or threading.get_ident() != self._thread
 
     # --- when operations are recorded
@@ -261,34 +261,29 @@ class LoopEvents(TorchFunctionMode):
         if not outputs:
             return
         op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
-        for each in changed:
-            log.in_place.append((version_of(each), each.shape, op.instruction, log.newest_node))
-            if isinstance(base_of(each), nn.Parameter):
-                return  # by hand or to initialize it; its views have no graph
-            if name not in KEPT_IN_PLACE:
-                self.table.change(op)
-        first, learned = outputs[0], any(t.requires_grad for t in inputs)
-        # a token or an action; spikes and masks are no data
-        is_discrete = first.dtype == torch.int64
-        op.is_choice = not first.requires_grad and (
-            func is torch.autograd.grad or (learned and is_discrete)
-        )
         if name in {"view", "reshape"}:
-            self.calls.viewed = weakref.ref(first), inputs[0].shape, op.instruction
-        if first.grad_fn:
+            self.calls.viewed = weakref.ref(outputs[0]), inputs[0].shape, op.instruction
+        if outputs[0].grad_fn:
             self._record_graph(op)
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
             return
-        for out in () if changed else outputs:
-            self.table.follow(op, out)
+        record = self._record_change if changed else self.table.follow
+        for out in outputs:
+            record(op, out)
         if name in DETACHES and inputs[0].requires_grad:
             self.calls.detached(inputs[0], op.instruction)
         if is_direct:
             self.calls.by_hand(op, frame)
 
+    def _record_change(self, op: Operation, target: Tensor) -> None:
+        log = self.log
+        log.in_place.append((version_of(target), target.shape, op.instruction, log.newest_node))
+        if op.name not in KEPT_IN_PLACE and not isinstance(base_of(target), nn.Parameter):
+            self.table.change(op)
+
     def _record_graph(self, op: Operation) -> None:
-        """Record results that have a graph, the states that enter, and what they are compared with."""
+        """Record results with a graph, old states that enter, and what results are compared to."""
         first, log = op.outputs[0], self.log
         for out in op.outputs:
             if (number := sequence(out.grad_fn)) < LEAF:
