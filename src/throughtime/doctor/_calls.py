@@ -30,6 +30,7 @@ from throughtime.doctor._log import Fault, Log
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+DETACHES = {"detach", ".data", "detach_"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
 MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
@@ -50,10 +51,8 @@ class Lane(NamedTuple):
         """Whether every step reads the whole chunk."""
         return self.steps > 1 and self.first == self.last
 
-    def joined(self, step: "Lane") -> "Lane | None":
-        """With one more step; `None` if it is of other data."""
-        if step.root is not self.root:
-            return None
+    def joined(self, step: "Lane") -> "Lane":
+        """With one more step."""
         distance = distances(self.last, step.first)
         is_even = self.steps == 1 or distance == self.step
         return Lane(self.root, self.first, step.last, distance if is_even else {}, step.size,
@@ -233,9 +232,6 @@ class Calls:
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
         lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
-        own = self.table.root(inputs, new=False).behind.get(key)
-        if lanes and own and not (own.lanes and lanes[0].first not in own.lanes[0][1:3]):
-            lanes = None  # its own prediction, which has no place in the data
         self._check_view(inputs)
         call = self._new(key, op, lanes)
         if layer:
@@ -262,7 +258,7 @@ class Calls:
         """
         if not self.table.root(tensor, new=not tensor.requires_grad).known:
             return None
-        grid = self.table.rows(tensor, tuple(tensor.shape[:lead]))
+        grid = self.table.rows(tensor, tensor.shape[:lead])
         grid = grid.unsqueeze(1) if time_dim is None else grid.movedim(1 + time_dim, 1)
         first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
         reads = torch.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
@@ -278,15 +274,14 @@ class Calls:
             lanes.append(Lane(source, start, last, step if is_even else {}, size, steps))
         return lanes
 
-    def detached(self, source: Tensor, instruction: Instruction) -> None:
+    def detached(self, op: Operation) -> None:
         """A state without its graph, unless the states of other units keep theirs."""
-        behind = self.table.root(source, new=False).behind
-        if source.is_leaf or not behind:
+        if op.name not in DETACHES or op.inputs[0].is_leaf:
             return
-        *others, last = behind.values()
-        kept = any(call.has_graph and call.chunk == last.chunk for call in others)
-        for call in behind.values():
-            call.last_detach = None if kept else instruction
+        calls = list(self.table.root(op.inputs[0], new=False).behind.values())  # the last one last
+        kept = any(call.has_graph and call.chunk == calls[-1].chunk for call in calls[:-1])
+        for call in calls:
+            call.last_detach = None if kept else op.instruction
 
     def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
@@ -297,8 +292,7 @@ class Calls:
         if out.dim() not in STATE_DIMS or out.numel() < 2:
             return
         # two layers of one class run the same instruction
-        is_method = frame.f_code.co_varnames[:1] == ("self",)
-        key = op.instruction, id(frame.f_locals.get("self")) if is_method else 0
+        key = op.instruction, id(frame.f_locals.get("self"))
         pairs = [(t, table.root(t, new=not t.requires_grad)) for t in op.fluid]
         own = [t for t, r in pairs if key in r.behind]
         lanes = source = None
@@ -335,9 +329,7 @@ class Calls:
         origin, is_known = behind.get(unit.key), not any(root.learned for _, root in pairs)
         if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        call.has_graph = any(t.requires_grad and not root.cut for t, root in pairs) and any(
-            not t.is_leaf for t in states
-        )
+        call.has_graph = any(t.grad_fn and not root.cut for t, root in pairs)
         call.graph_steps = call.steps
         if unit.confirmed:
             self.log.recurrent = self.log.units[unit] = call.instruction
@@ -381,8 +373,9 @@ class Calls:
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
-        lanes = list(map(Lane.joined, call.lanes or [], step.lanes or []))
-        call.lanes = None if None in lanes else lanes or None
+        pairs = list(zip(call.lanes or [], step.lanes or [], strict=False))
+        is_one = pairs and all(a.root is b.root for a, b in pairs)
+        call.lanes = [a.joined(b) for a, b in pairs] if is_one else None
         call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
         call.last_detach = None
@@ -394,9 +387,7 @@ class Calls:
             return True
         if call.model_call == origin.model_call or call.lanes is None:
             return False
-        again = same_start(call.lanes[:1], (origin.lanes or [])[:1])
-        again = again and origin.lanes[0].first != origin.lanes[0].last
-        return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
+        return call.steps > 1 or self.recording(call) is not self.recording(origin)
 
     def _compare(self, call: UnitCall, origin: UnitCall) -> None:
         """Note the lane of an earlier call whose result each lane has, by its values."""

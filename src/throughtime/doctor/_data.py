@@ -67,7 +67,7 @@ class Root:
     """The values of a storage until it is changed."""
 
     number: int
-    offset: int
+    offset: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     alive: Any  # a weak reference to the storage
@@ -119,7 +119,7 @@ class RootTable:
     def add(self, tensor: Tensor, marks: Tensor | None = None) -> Root:
         """A new root for what a tensor holds now; raw data without marks."""
         memory = StorageWeakRef(tensor.untyped_storage())
-        root = Root(next(self.numbers), int(tensor.storage_offset()), tuple(tensor.shape),
+        root = Root(next(self.numbers), tensor.storage_offset(), tensor.shape,
                     tensor.stride(), memory, version_of(tensor), tensor.element_size(),
                     marks)  # fmt: skip
         if marks is None:
@@ -156,7 +156,7 @@ class RootTable:
         is_whole = root.shape == tensor.shape and root.strides == tensor.stride()
         if root.marks is not None and is_whole:
             return root.marks
-        offsets = torch.tensor(int(tensor.storage_offset()), device="cpu")
+        offsets = torch.tensor(tensor.storage_offset(), device="cpu")
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
         if root.marks is not None:
@@ -216,7 +216,7 @@ class RootTable:
             if index.dim() > 1 or not (whole or root.is_order):
                 # the indices of a table are the data themselves, such as numbers of words
                 return self.rows(index, out.shape)
-        if name in WRITES or (name == "stack" and all(t.requires_grad for t in tensors)):
+        if name in WRITES:
             return unknown(out.shape)  # the outputs of a chunk
         joins = name in JOINS
         if joins:
@@ -257,8 +257,7 @@ class RootTable:
         if lead == len(shape) and not rest:
             return self.marks(tensor)
         (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
-        first = torch.where(first == 0, end, first).minimum(torch.where(end == 0, first, end))
-        marks = torch.stack([first, last.maximum(other)])
+        marks = torch.stack([first.minimum(end), last.maximum(other)])
         return marks.reshape(marks.shape + (1,) * (len(shape) - lead)).expand(2, *shape)
 
 

@@ -62,8 +62,7 @@ PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
 RANDOM = RandomSampler, SubsetRandomSampler, WeightedRandomSampler  # without the order of time
-DETACHES = frozenset(["detach", ".data", "detach_"])
-KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
+KEPT_IN_PLACE = {"detach_", "requires_grad_"}  # they leave the values as they are
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
 CLIP_FILE = clip_grad.__file__
@@ -163,7 +162,8 @@ class LoopEvents(TorchFunctionMode):
     @property
     def _ignored(self) -> bool:
         """Whether the doctor, an optimizer, a backward, a compiler or another thread is at work."""
-        return self.busy or is_replaced() or threading.get_ident() != self._thread
+        is_replaced = torch.compiler.is_compiling() or is_transformed()
+        return self.busy or is_replaced or threading.get_ident() != self._thread
 
     # --- when operations are recorded
 
@@ -222,12 +222,16 @@ class LoopEvents(TorchFunctionMode):
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), operation_name(func)
         asleep = not self._awake and name not in RECURRENT
-        if self.closed or self.busy or asleep or is_replaced():
+        if self.closed or asleep or self._ignored:
             return result
         caller = current_frame(1)
         if name == ".grad":
             self._note_read(args[0], caller)
         elif frame := user_frame(caller, skip_optimizer=False):
+            self.operations += 1
+            if self.operations > MAX_OPERATIONS:
+                self._awake = self.table.complete = False
+                self.log.results.clear()  # they are not followed to their end
             self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
         return result
 
@@ -252,15 +256,17 @@ class LoopEvents(TorchFunctionMode):
     ) -> None:
         name, log = operation_name(func), self.log
         inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
-        self.operations += 1
-        if self.operations > MAX_OPERATIONS:
-            self._awake = self.table.complete = False
-            log.results.clear()  # they are not followed to their end
         changed = inputs[:1] if IN_PLACE.fullmatch(name) else []
         outputs = changed or outputs
         if not outputs:
             return
         op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
+        for each in changed:
+            log.in_place.append((version_of(each), each.shape, op.instruction, log.newest_node))
+            if isinstance(base_of(each), nn.Parameter):
+                return  # by hand or to initialize it; its views have no graph
+            if name not in KEPT_IN_PLACE:
+                self.table.change(op)
         if name in {"view", "reshape"}:
             self.calls.viewed = weakref.ref(outputs[0]), inputs[0].shape, op.instruction
         if outputs[0].grad_fn:
@@ -268,19 +274,11 @@ class LoopEvents(TorchFunctionMode):
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
             return
-        record = self._record_change if changed else self.table.follow
-        for out in outputs:
-            record(op, out)
-        if name in DETACHES and inputs[0].requires_grad:
-            self.calls.detached(inputs[0], op.instruction)
+        for out in () if changed else outputs:
+            self.table.follow(op, out)
+        self.calls.detached(op)
         if is_direct:
             self.calls.by_hand(op, frame)
-
-    def _record_change(self, op: Operation, target: Tensor) -> None:
-        log = self.log
-        log.in_place.append((version_of(target), target.shape, op.instruction, log.newest_node))
-        if op.name not in KEPT_IN_PLACE and not isinstance(base_of(target), nn.Parameter):
-            self.table.change(op)
 
     def _record_graph(self, op: Operation) -> None:
         """Record results with a graph, old states that enter, and what results are compared to."""
@@ -288,13 +286,10 @@ class LoopEvents(TorchFunctionMode):
         for out in op.outputs:
             if (number := sequence(out.grad_fn)) < LEAF:
                 log.add_node(number, op.instruction)
-        weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
         entered = [
             t
             for t in op.inputs
-            if t.grad_fn
-            and sequence(behind_copies(t.grad_fn)) <= log.boundary
-            and (t.numel() > 1 or weighted)
+            if t.grad_fn and sequence(behind_copies(t.grad_fn)) <= log.boundary and t.numel() > 1
         ]
         if entered and op.instruction not in log.carried:
             log.carried[op.instruction] = [carrier(t, current_frame()) for t in entered]
@@ -387,12 +382,17 @@ class LoopEvents(TorchFunctionMode):
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
         before = self._last_steps.get(optimizer)
-        step = WeightStep(frozenset(map(id, parameters)), current_line(), before)
-        step.chunk, step.number = log.chunk, next_sequence() - 1
-        step.lacks = not closure and not any(map(_has_values, grads))
-        step.grad = weakref.ref(grads[0]) if grads else None
-        step.repeated = bool(grads and before and before.grad and before.grad() is grads[0])
-        step.has_hooks = any(map(has_hook, parameters))
+        step = WeightStep(
+            frozenset(map(id, parameters)),
+            current_line(),
+            before,
+            grad=weakref.ref(grads[0]) if grads else None,
+            chunk=log.chunk,
+            number=next_sequence() - 1,
+            lacks=not closure and not any(map(_has_values, grads)),
+            repeated=bool(grads and before and before.grad and before.grad() is grads[0]),
+            has_hooks=any(map(has_hook, parameters)),
+        )
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:
             # layers that are not registered, or all of a model, may train in no optimizer
@@ -446,14 +446,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
     kinds = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
     return any(
         (isinstance(each, kinds) and getattr(each, "p", 1))
-        or (isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1)
+        or (isinstance(each, nn.RNNBase) and each.dropout)
         for each in module.modules()
     )
-
-
-def is_replaced() -> bool:
-    """Whether torch compiles or transforms the operations."""
-    return torch.compiler.is_compiling() or is_transformed()
 
 
 @functools.lru_cache(maxsize=4096)

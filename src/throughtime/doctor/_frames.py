@@ -21,8 +21,7 @@ PACKAGE = Path(__file__).parents[1]
 # replace torch's, and what a loop does with its state. All are prefixes.
 _PARTS = ("doctor", "nn", "kernels", "diagnose/trace", "diagnose/_slice", "state.py")
 SKIPPED = ("<frozen", *(str(PACKAGE / part) for part in _PARTS))
-# the standard library, and generated code
-LIBRARIES = (str(Path(os.__file__).parent), "<string>", "<__array_function__ internals>")
+LIBRARIES = (str(Path(os.__file__).parent), "<string>")  # Python's, and generated code
 PART = "[...]"  # behind the path of a container
 MAX_DEPTH = 2  # attributes in the path of a variable
 

@@ -5,8 +5,8 @@ place.
 """
 
 import re
-from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +76,8 @@ def reachable_nodes(root: Any, limit: int = MAX_NODES, above: int = -1) -> Itera
 
     Only nodes with a sequence number over `above`, which leaves have.
     """
-    queue, visited = deque([root]), {root}
-    while queue and len(visited) < limit + len(queue):
-        node = queue.popleft()
+    queue, visited = [root], {root}
+    for node in islice(queue, limit):  # to which its children are added
         yield node
         for child in children(node):
             if child not in visited and sequence(child) > above:
