@@ -155,7 +155,7 @@ class Unit:
     """A recurrent layer or cell, or an instruction that takes in its own result, with its past."""
 
     key: Any  # the id of its first weight, or the instruction and the object that it belongs to
-    confirmed: bool = True  # it took in a result of its own
+    confirmed: bool = False  # it took in a result of its own
     last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
     ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and by recording
     first: "UnitCall | None" = None  # the first call of its pass over the data
@@ -313,7 +313,7 @@ class Calls:
     def _new(
         self, key: Any, op: Operation, lanes: list[Lane] | None, *, confirmed: bool = True
     ) -> UnitCall:
-        log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
+        log, unit = self.log, self.units.setdefault(key, Unit(key))
         unit.confirmed |= confirmed
         before = unit.last.get(log.training)
         if before and before.chunk < log.chunk:

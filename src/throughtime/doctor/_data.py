@@ -180,8 +180,11 @@ class RootTable:
         self._record(op, whole, others if replaced else [whole, *others])
 
     def _record(self, op: Operation, out: Tensor, inputs: list[Tensor]) -> None:
-        fluid = [t for t in inputs if not isinstance(t, nn.Parameter)]
-        roots = [(t, self.root(t, new=not t.requires_grad)) for t in fluid]
+        roots = [
+            (t, self.root(t, new=not t.requires_grad))
+            for t in inputs
+            if not isinstance(t, nn.Parameter)
+        ]
         known = [(t, root) for t, root in roots if root.known or root.behind]
         trains = any(t.requires_grad for t in inputs)
         # a gradient, token or action is data, although it depends on parameters; a spike is not

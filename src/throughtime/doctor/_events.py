@@ -262,7 +262,7 @@ class LoopEvents(TorchFunctionMode):
             return
         op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
         for each in changed:
-            log.in_place.append((version_of(each), each.shape, op.instruction, log.newest_node))
+            log.in_place.append((version_of(each), each.shape, op.instruction, log.nodes[-1][0]))
             if isinstance(base_of(each), nn.Parameter):
                 return  # by hand or to initialize it; its views have no graph
             if name not in KEPT_IN_PLACE:
@@ -322,8 +322,7 @@ class LoopEvents(TorchFunctionMode):
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", [*args, None, None, None][1 + is_grad])
         retain = bool(retain or (is_grad and kwargs.get("create_graph")))
-        backward = Backward(line_in(frame), retain)
-        backward.used = retain or is_grad or not self._awake
+        backward = Backward(line_in(frame), retain, used=retain or is_grad or not self._awake)
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
@@ -341,7 +340,7 @@ class LoopEvents(TorchFunctionMode):
         del roots  # its graph must not live on
         if ends_chunk:
             log.next_chunk()
-            guarded(self.table.drop_freed)
+            self.table.drop_freed()
             backward.boundary = log.boundary
             guarded(self._emit, backward)
             self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
@@ -358,11 +357,14 @@ class LoopEvents(TorchFunctionMode):
             return
         number = backward.number = sequence(root)
         log.roots.add(log.instruction_of(number))
-        same = [e for e in log.backwards if e.line == backward.line and e.reach >= 0]
         # several backwards may go through the same forward pass
         if backward.retain and number > log.boundary:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
-            backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
+            backward.reach = sum(
+                oldest <= e.number < e.newest <= number
+                for e in log.backwards
+                if e.line == backward.line and e.reach >= 0
+            )
 
     def _explain(self, message: str, roots: list[Any], backward: Backward) -> None:
         faults = (explain(self.log, message, root, backward) for root in roots if root)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from throughtime.doctor._graph import storage_of
 
-USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
+USER, LIBRARY, OURS, OPTIMIZER = range(4)
 PACKAGE = Path(__file__).parents[1]
 # Files of throughtime that are skipped like a library's: the doctor, layers and wrappers that
 # replace torch's, and what a loop does with its state. All are prefixes.

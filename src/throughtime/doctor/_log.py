@@ -103,7 +103,7 @@ class Log:
     steps: int = 0  # of optimizers so far
     boundary: int = -1  # the largest sequence number before the last backward
     # ascending numbers and instructions
-    nodes: list[tuple[int, Instruction | None]] = field(default_factory=list)
+    nodes: list[tuple[int, Instruction | None]] = field(default_factory=lambda: [(-1, None)])
     # in-place changes: version after it, shape, instruction, last sequence number
     in_place: deque[tuple[int, Any, Instruction, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
@@ -142,13 +142,8 @@ class Log:
 
     def add_node(self, number: int, instruction: Instruction | None) -> None:
         """Record a node; `None` for those that were created unwatched before it."""
-        if number > self.newest_node:
+        if number > self.nodes[-1][0]:
             self.nodes.append((number, instruction))
-
-    @property
-    def newest_node(self) -> int:
-        """The largest number of a node, -1 if there is none."""
-        return self.nodes[-1][0] if self.nodes else -1
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""
