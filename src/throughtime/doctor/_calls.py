@@ -33,7 +33,7 @@ CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 DETACHES = {"detach", ".data", "detach_"}
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
 MIN_DETACHES = 3  # one after another, a single step between them
-MAX_LANES = 8  # lanes compared; a wrong order shows in the first ones
+MAX_LANES = 4  # lanes compared; a wrong order shows in the first ones
 
 
 class Lane(NamedTuple):
@@ -239,7 +239,7 @@ class Calls:
             call.bidirectional = bool(args[7 + packed])
         call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
         marks = [unknown(out.shape) for out in op.outputs]
-        if lanes:
+        if lanes and self.table.complete:  # later no operation behind it is followed
             marks[0] = self.table.rows(inputs, op.outputs[0].shape)
         call = self._add(call, states, list(map(self.table.add, op.outputs, marks)))
         call.outputs = values(op.outputs[layer:])

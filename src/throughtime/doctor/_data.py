@@ -7,12 +7,14 @@ keeps the dimensions in front that it shares with its result, and covers all of 
 is read, except to recognise a copy that every epoch makes anew.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -156,9 +158,9 @@ class RootTable:
         is_whole = root.shape == tensor.shape and root.strides == tensor.stride()
         if root.marks is not None and is_whole:
             return root.marks
-        offsets = torch.tensor(tensor.storage_offset(), device="cpu")
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device="cpu")
+        axes = (n * np.arange(m) for m, n in zip(tensor.shape, tensor.stride(), strict=True))
+        start = np.array(tensor.storage_offset())
+        offsets = torch.from_numpy(functools.reduce(np.add.outer, axes, start))
         if root.marks is not None:
             return root.marks[:, *root.index(offsets)]
         remember(self.raw, root.number, root, MAX_ROOTS)

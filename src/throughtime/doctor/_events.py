@@ -57,7 +57,7 @@ MAX_NODES = 4_000  # nodes visited in the graph of a backward
 # steps (s), if a step that follows a validation trains in its mode
 FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
 MAX_PAST = 64  # of these remembered
-FIRST_CHUNKS = 20  # chunks watched by operation at the start,
+FIRST_CHUNKS = 12  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 RECURRENT = LAYERS | CELLS
