@@ -63,9 +63,9 @@ def test_tt302_names_gradients_of_which_each_step_uses_the_last_only() -> None:
         return [event for n in range(3) for event in (*both, step(n + 1))]
 
     events = loop(used=False)
-    (fault,) = (fault for fault in faults(*events) if fault.code == "TT302")
-    assert fault.line == CLEAR
-    assert fault.fix.startswith("clear once")
+    first, *_ = (fault for fault in faults(*events) if fault.code == "TT302")
+    assert (first.line, first.after) == (CLEAR, 2)
+    assert first.fix.startswith("clear once")
     assert not codes(*loop(used=True))
 
 
@@ -76,10 +76,13 @@ def test_tt302_names_a_step_that_uses_the_same_gradients_again() -> None:
     assert not codes(step(0), clear(line=None), backward(0), step(1, repeated=True))
 
 
-def test_tt304_needs_two_steps_after_forward_passes_without_a_backward() -> None:
+def test_tt304_needs_steps_after_forward_passes_without_a_backward() -> None:
     idle = [step(0, lacks=True, number=n) for n in range(3)]
     assert codes(*idle) == {"TT304"}
     assert not codes(idle[0])
+    assert not codes(idle[0], replace(idle[0]))  # no forward pass
+    after_a_chunk = [step(1, lacks=True, number=n) for n in range(2)]
+    assert [fault.after for fault in faults(*after_a_chunk)] == [2]
 
 
 def test_tt306_needs_every_clip_before_the_backward() -> None:
@@ -97,13 +100,13 @@ def test_facts_of_a_step_are_reported_at_its_second_occurrence(code: str) -> Non
 
 def test_tt102_needs_graphs_that_reach_one_chunk_further_at_every_backward() -> None:
     growing = [backward(n, retain=True, reach=n, steps=n) for n in range(8)]
-    assert codes(*growing, steps=7) == {"TT102"}
-    assert not codes(*growing[:4])
+    assert codes(*growing, step(8)) == {"TT102"}
+    assert not codes(*growing[:4], step(4))
     assert codes(*growing[:4], Close()) == {"TT102"}
     cut = [replace(each, reach=0) for each in growing]
     assert not codes(*cut, Close())
-    losses_of_one_chunk = [replace(each, steps=0) for each in growing]
-    assert not codes(*losses_of_one_chunk, backward(8, steps=0), Close(), crossed={*range(1, 9)})
+    losses_of_one_chunk = [*(replace(each, steps=0) for each in growing), backward(8, steps=0)]
+    assert not codes(*losses_of_one_chunk, Close(), crossed={*range(1, 9)})
 
 
 def test_tt104_needs_a_sum_over_three_chunks() -> None:

@@ -61,8 +61,6 @@ class WeightStep:
     constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
     lost: int = 0  # backwards before it whose gradients were cleared unused
-    run: int = 1  # steps in a row that lost as many
-    idle: int = 0  # steps in a row without a backward
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +78,6 @@ class Fault(NamedTuple):
     line: SourceLine | None
     detail: str = ""
     tensor: str = ""
-    chunks: tuple[int, int] | None = None
     fix: str = ""
     after: int = 1
 

@@ -22,7 +22,6 @@ from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError, DiagnosisError
 
 _OPEN: list["Doctor"] = []
-NOTE = "tt.doctor: "  # what the notes of an exception begin with
 _NO_STATE = (
     "A recurrent state is that of a layer or cell of torch.nn, or of an operation that uses its own"
     " earlier result. Other processes and threads are not watched, nor is code inside"
@@ -131,16 +130,13 @@ class Doctor:
         self.ended = f"{type(error).__name__}: {error}".removesuffix(": ") if has_failed else ""
         try:
             events.end(error if has_failed else None)
-        except DiagnosisError as finding:
-            raise finding.with_traceback(None) from None
         finally:
             log, self.internal_error = events.log, events.internal_error
             lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
-        known = [str(error), *getattr(error, "__notes__", [])]
-        for finding in map(str, self.findings):
-            if error is not None and not {finding, NOTE + finding} & {*known}:
-                error.add_note(NOTE + finding)
+        if error is not None and not isinstance(error, DiagnosisError):
+            for finding in self.findings:
+                error.add_note(f"tt.doctor: {finding}")
 
     def _stop(self) -> LoopEvents | None:
         """Stop watching; return the events, or `None` if there are none."""
@@ -209,4 +205,4 @@ def doctor(*, ignore: Iterable[str] = (), strict: bool = False) -> Doctor:
         Williams & Peng, An efficient gradient-based algorithm for on-line training of recurrent
         network trajectories, 1990.
     """
-    return Doctor(FindingList.from_options(ignore, strict))
+    return Doctor(FindingList(ignore, strict))

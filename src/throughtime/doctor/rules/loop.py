@@ -37,7 +37,6 @@ from throughtime.doctor._graph import (
 from throughtime.doctor._log import Backward, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import BACKWARD_FIRST, CLEAR_ONCE, OWN_LOSS, detach_fix
 
-MIN_LOST = 3  # steps in a row that lose the gradients of as many backwards
 MAX_REACH = 6  # passes behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
@@ -56,30 +55,27 @@ def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
     """The faults that the events since the last step show, as letters: see `Log.before`.
 
     TT302: gradients that were not cleared since the last step, or before a step used them: it has
-    none, or those of the last chunk only, as the steps before it. TT304: steps in a row that follow
-    a forward pass but no backward. TT306: every clip comes before any backward.
+    none, or those of the last chunk only, as the step before it. TT304: a step that follows a
+    forward pass but no backward. TT306: every clip comes before any backward.
     """
     past, before = log.before(step), step.before
     letters = "".join(each.letter for each in past)
     lines = {each.letter: each.line for each in past}  # the last ones
-    order = letters.replace("l", "")
+    order, clears = letters.replace("l", ""), "It clears the gradients before a step has used them."
     if step.repeated and {*order} == {"b"}:
         yield Fault(
             "TT302", step.line, "Nothing cleared the gradients since the last step.", after=2
         )
-    sent = {(each.line, each.used) for each in past if isinstance(each, Backward)}
+    sent = {(each.line, each.used) for each in past if each.letter == "b"}
     if order.endswith("b") and sent == {(lines["b"], False)} and not step.has_hooks:
         step.lost = order.count("bc")
-    again = before is not None and step.lost == before.lost > 0
-    step.run = before.run + 1 if again and before else 1
-    if (step.lost and step.run >= MIN_LOST) or (step.lacks and re.fullmatch(".*b+c+", order)):
-        detail, fix = "It clears the gradients before a step has used them.", CLEAR_ONCE * again
-        yield Fault("TT302", lines["c"], detail, fix=fix, after=1 if again else 2)
-    is_idle = step.lacks and "b" not in order and before and step.number != before.number
-    step.idle = before.idle + 1 if is_idle and before else 0
-    if step.idle > 1 or (step.idle and step.chunk == 0):
+        if before and before.lost == step.lost > 0:
+            yield Fault("TT302", lines["c"], clears, fix=CLEAR_ONCE, after=2)
+    if step.lacks and re.fullmatch(".*b+c+", order):
+        yield Fault("TT302", lines["c"], clears, after=2)
+    if step.lacks and "b" not in order and before and step.number != before.number:
         detail = "No backward has run since the step before, and no parameter has a gradient."
-        yield Fault("TT304", step.line, detail)
+        yield Fault("TT304", step.line, detail, after=2 if step.chunk else 1)
     if re.fullmatch("c*l+[^l]*b[^l]*", letters):
         yield Fault("TT306", lines["l"], after=2)
     for code, line in (("TT305", step.constructed), ("TT307", step.evaluating)):
@@ -87,31 +83,25 @@ def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
             yield Fault(code, line, after=2)
 
 
-def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
-    """TT102: backwards in one line that each reach further back, over steps in between."""
-    ended = isinstance(event, Close)
-    for line in {each.line: None for each in (log.backwards if ended else [event])}:
-        at_line = [each for each in log.backwards if each.line == line]
+def retained(log: Log, event: WeightStep | Close) -> Iterator[Fault]:
+    """TT102: backwards in one line that each reach further back; a step or the end follows."""
+    least = MAX_REACH if isinstance(event, WeightStep) else MIN_REACH
+    for last in {each.line: each for each in log.backwards if each.reach >= least}.values():
+        at_line = [each for each in log.backwards if each.line == last.line]
         passes = [each for each in at_line if each.reach >= 0]
-        # a step shows that the last graph has ended
-        far = [e for e in passes if e.reach >= MAX_REACH and e.steps < log.steps]
-        if ended and passes and MIN_REACH <= passes[-1].reach == len(passes) - 1:
-            far.append(passes[-1])
-        if not far:
-            continue
-        last, first = far[0], passes[passes.index(far[0]) - far[0].reach]
+        first = passes[passes.index(last) - last.reach]
         crossed = not log.crossed.isdisjoint(range(first.chunk + 1, last.chunk + 1))
         # others are several losses of one forward pass, or of the steps of one chunk
         if first.steps < last.steps or (crossed and all(each.retain for each in at_line)):
             paths = [path for entered in log.carried.values() for path, _ in entered if path]
             fix, detail = detach_fix(paths, retained=True), f"It reaches {last.reach} passes back."
-            yield Fault("TT102", line, detail, "".join(paths[:1]), fix=fix)
+            yield Fault("TT102", last.line, detail, "".join(paths[:1]), fix)
 
 
 def summed(log: Log, event: Backward) -> Iterator[Fault]:
     """TT104: a sum of losses with its graph over chunks."""
     for instruction, by_chunk in log.results.items():
-        total = by_chunk[event.chunk]() if event.chunk in by_chunk else None
+        total = by_chunk.get(event.chunk, lambda: None)()
         if total is None or total.numel() > 1 or not total.grad_fn:
             continue
         before, depth = log.sums.get(instruction, (LEAF, 0))
@@ -143,8 +133,8 @@ def _is_kept(ref: Any) -> bool:
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
-    Backward: (retained, summed, kept),
-    WeightStep: (steps,),
+    Backward: (summed, kept),
+    WeightStep: (steps, retained),
     Close: (retained,),
 }
 
@@ -190,51 +180,40 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
 
 def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | None:
     """A backward that enters the graph of an earlier one."""
-    edges = stale_edges(root, log.boundary) if sequence(root) > log.boundary else []
+    is_new = sequence(root) > log.boundary
+    edges = stale_edges(root, log.boundary) if is_new else [StaleEdge([], root, root)]
     if states := [edge for edge in edges if _is_state(log, edge)]:
         return _carried(log, states, backward.line, change)
-    if not edges and sequence(root) > log.boundary:
+    if not edges:
         return None
-    edge = edges[0] if edges else StaleEdge([], root, root)
+    edge, name = edges[0], next(iter(_paths(log, edges[:1])), "")
+    new = _operations(log, reachable_nodes(root, above=log.boundary)) if is_new else set()
+    if new & _below(log, edge):
+        return Fault("TT104", backward.line, change, name, OWN_LOSS * edge.is_loss)
     past = log.backwards[_position(log, edge.old)]
-    chunks, name = (past.chunk, log.chunk), next(iter(_paths(log, edges[:1])), "")
-    new = reachable_nodes(root, above=log.boundary) if edges else ()
-    if not _alike(log, new, _below(edge)):
-        detail = change or f"The backward at {past.line} has freed it."
-        return Fault("TT105", backward.line, detail, name)
-    return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS * edge.is_loss)
+    return Fault(
+        "TT105", backward.line, change or f"The backward at {past.line} has freed it.", name
+    )
 
 
 def _is_state(log: Log, edge: StaleEdge) -> bool:
     """Whether the old tensor enters an operation that has computed it, directly or not."""
-    watched = any(_instructions(log, edge.path))
-    return not edge.is_loss and (
-        _alike(log, edge.path, _below(edge)) if watched else edge.uses_parameters
-    )
+    return not edge.is_loss and bool(_operations(log, edge.path) & _below(log, edge))
 
 
-def _below(edge: StaleEdge) -> Iterable[Any]:
-    """Nodes of the graph that an edge enters."""
-    return reachable_nodes(edge.old, MAX_OLD_NODES)
+def _below(log: Log, edge: StaleEdge) -> set[Any]:
+    """What computed the graph that an edge enters."""
+    return _operations(log, reachable_nodes(edge.old, MAX_OLD_NODES))
 
 
-def _alike(log: Log, one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether an operation occurs in both graphs, with the same parameters if it has any."""
-    a, b = _instructions(log, one), _instructions(log, other)
-    if set().union(*a.values()) & set().union(*b.values()):
-        return True
-    shared = [key for key in a if key is not None and key in b]
-    return bool(shared) and not any(a[key] and b[key] for key in shared)
-
-
-def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
-    """The instructions that created nodes, each with the parameters that its nodes use."""
-    result: dict[Instruction | None, set[tuple[str, int]]] = {}
+def _operations(log: Log, nodes: Iterable[Any]) -> set[Any]:
+    """What computed nodes: operations with the parameters they use, or instructions without any."""
+    uses: dict[Any, set[tuple[str, int]]] = {}
     for node in nodes:
         if not is_leaf(node):
-            uses = result.setdefault(log.instruction_of(sequence(node)), set())
-            uses.update((node.name(), id(p)) for p in parameters_of_node(node))
-    return result
+            own = uses.setdefault(log.instruction_of(sequence(node)), set())
+            own.update((node.name(), id(p)) for p in parameters_of_node(node))
+    return set().union(*uses.values()) | {at for at, own in uses.items() if at and not own}
 
 
 def _position(log: Log, node: Any) -> int:
@@ -256,16 +235,15 @@ def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
 def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
     """States that were carried with the graph of their chunk."""
     past, entry = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
-    carriers = log.carried.get(entry, []) if entry else []
-    passed = next((at for _, at in carriers if at), line_of(entry) if entry else line)
+    enters = line_of(entry) if entry else line
+    passed = [at for _, at in log.carried.get(entry, []) if at] if entry else []
     retained = past.retain and change != ""
-    at, paths = past.line if retained else passed, _paths(log, states)
-    details = [change or "A backward has freed that graph."]
-    if entry and line_of(entry) != at:
-        details.append(f"It enters at {line_of(entry)}.")
-    fix, chunks = detach_fix(paths, retained=retained), (past.chunk, log.chunk)
+    at, paths = past.line if retained else [*passed, enters][0], _paths(log, states)
+    detail = change or f"It comes from chunk {past.chunk + 1}, and this is chunk {log.chunk + 1}."
+    if enters != at:
+        detail += f" It enters at {enters}."
     code, name = "TT102" if retained else "TT101", "".join(paths[:1])
-    return Fault(code, at, " ".join(details), name, chunks, fix)
+    return Fault(code, at, detail, name, detach_fix(paths, retained=retained))
 
 
 def lanes_of_error(error: BaseException) -> Fault | None:

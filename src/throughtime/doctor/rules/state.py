@@ -154,8 +154,8 @@ class StateRule:
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
         unit, line, loader = call.unit, line_of(call.instruction), self.log.loader
-        chunks, same_mode = (origin.chunk, call.chunk), call.training == origin.training
-        fault = Fault("TT208", line, f"The state enters at {line}.", chunks=chunks)
+        same_mode = call.training == origin.training
+        fault = Fault("TT208", line, f"The state enters at {line}.")
         if same_mode and self._begins_again(call, origin, order, fault):
             return
         code = self._code(call, origin, order)
