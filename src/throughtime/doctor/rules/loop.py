@@ -187,8 +187,7 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
     if not edges:
         return None
     edge, name = edges[0], next(iter(_paths(log, edges[:1])), "")
-    new = _operations(log, reachable_nodes(root, above=log.boundary)) if is_new else set()
-    if new & _below(log, edge):
+    if is_new and _alike(log, reachable_nodes(root, above=log.boundary), edge):
         return Fault("TT104", backward.line, change, name, OWN_LOSS * edge.is_loss)
     past = log.backwards[_position(log, edge.old)]
     return Fault(
@@ -198,22 +197,30 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
 
 def _is_state(log: Log, edge: StaleEdge) -> bool:
     """Whether the old tensor enters an operation that has computed it, directly or not."""
-    return not edge.is_loss and bool(_operations(log, edge.path) & _below(log, edge))
+    return not edge.is_loss and _alike(log, edge.path, edge)
 
 
-def _below(log: Log, edge: StaleEdge) -> set[Any]:
-    """What computed the graph that an edge enters."""
-    return _operations(log, reachable_nodes(edge.old, MAX_OLD_NODES))
+def _alike(log: Log, nodes: Iterable[Any], edge: StaleEdge) -> bool:
+    """Whether an operation of these nodes also occurs in the graph that an edge enters.
+
+    With the same parameters; or without any, unless another one has others there, as of a module of
+    the same class.
+    """
+    a, b = _instructions(log, nodes), _instructions(log, reachable_nodes(edge.old, MAX_OLD_NODES))
+    shared = a.keys() & b.keys() - {None}
+    return bool(set().union(*a.values()) & set().union(*b.values())) or (
+        bool(shared) and not any(a[at] and b[at] for at in shared)
+    )
 
 
-def _operations(log: Log, nodes: Iterable[Any]) -> set[Any]:
-    """What computed nodes: operations with the parameters they use, or instructions without any."""
+def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Any, set[tuple[str, int]]]:
+    """The instructions that created nodes, each with the parameters that its nodes use."""
     uses: dict[Any, set[tuple[str, int]]] = {}
     for node in nodes:
         if not is_leaf(node):
             own = uses.setdefault(log.instruction_of(sequence(node)), set())
             own.update((node.name(), id(p)) for p in parameters_of_node(node))
-    return set().union(*uses.values()) | {at for at, own in uses.items() if at and not own}
+    return uses
 
 
 def _position(log: Log, node: Any) -> int:
