@@ -159,16 +159,15 @@ class Unit:
     last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
     ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and by recording
     first: "UnitCall | None" = None  # the first call of its pass over the data
-    carried: bool = False  # a state entered the next chunk in time
-    in_order: bool = False  # the last one did
-    jumps: bool = False  # a state jumped in time
+    in_order: bool = False  # the last state entered the next chunk in time
     repeated: "UnitCall | None" = None  # the last call of several on the same inputs
     trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
-    fresh: "list[UnitCall]" = field(default_factory=list)  # chunks that started from one state
-    wrap: Any = None  # the fault of a state that entered what it comes from
+    # chunks in a row that started from one state
+    fresh: "list[UnitCall]" = field(default_factory=list)
+    wrap: "UnitCall | None" = None  # the call whose state entered what it comes from
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -63,7 +63,7 @@ class StateRule:
         order = self._relation(origin, call)
         if order == "next":
             self._goes_on(call, origin)
-        elif call.edited and order != "rows":
+        elif call.edited:
             self._starts_fresh(call)
         else:
             self._goes_elsewhere(call, origin, order)
@@ -72,8 +72,7 @@ class StateRule:
         calls, ends = self.calls, call.unit.ends
 
         def read(root: Root) -> list[Lane]:
-            last = calls.lanes(ends[root]) if root in ends else []
-            return [each for each in last if each.root is root]
+            return calls.lanes(ends[root]) if root in ends else []
 
         order = relation(calls.lanes(origin), calls.lanes(call), call.rows, read)
         # single steps may lie anywhere, such as events of several users in one table
@@ -115,32 +114,28 @@ class StateRule:
             if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
                 self._add("TT210", call)
             for call in unit.last.values():
-                if call.stepwise and call.chunk == self.log.chunk:
+                if call.stepwise:
                     self.report(Fault("TT203", line_of(call.stepwise), after=CHUNKS))
 
     def _report_starts(self, unit: Unit, least: int) -> None:
         """TT201, unless slices of unequal length are independent sequences."""
         starts = unit.fresh[:FRESH_CHUNKS]
-        lengths = {call.length for call in starts}
-        was_carried = unit.carried and not any(map(_has_values, starts))
-        if len(starts) >= least and len(lengths) == 1 and not was_carried:
+        if len(starts) >= least and len({call.length for call in starts}) == 1:
             self._add("TT201", starts[-1], f"{len(starts)} times the inputs continued.")
 
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
-        unit, last = call.unit, call.before
-        if last and last.repeats and call.grad and call.training is not False:
-            unit.reread, unit.wrap = True, None
+        if call.before and call.before.repeats and call.grad:
+            call.unit.reread, call.unit.wrap = True, None
 
     # --- a state that is carried
 
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit, recording = call.unit, self.calls.recording(origin)
-        unit.carried = unit.in_order = True
+        unit.in_order = True
+        unit.fresh.clear()
         if call.bidirectional and equal([call.states[0][-1:]], [origin.outputs[0][-1:]]):
             self._add("TT212", call, after=CHUNKS)
-        if any(map(_has_values, unit.fresh)):
-            unit.fresh.clear()
         self._moves_on(unit, origin)
         self._report_wrap(unit)
         remember(self.recordings, recording, None)
@@ -153,64 +148,60 @@ class StateRule:
 
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
-        unit, line, loader = call.unit, line_of(call.instruction), self.log.loader
-        same_mode = call.training == origin.training
-        fault = Fault("TT208", line, f"The state enters at {line}.")
-        if same_mode and self._begins_again(call, origin, order, fault):
+        if call.training == origin.training and self._begins_again(call, origin, order):
             return
-        code = self._code(call, origin, order)
-        if code == "TT207":
-            unit.jumps, unit.in_order, unit.wrap = True, False, None
-            line = loader if loader and call.batch != origin.batch else line
-        if code:
-            self.report(fault._replace(code=code, line=line))
-        elif same_mode:
+        unit, loader, code = call.unit, self.log.loader, self._code(call, origin, order)
+        if not code:
             self._moves_on(unit, origin)
+        elif code == "TT207" and loader and call.batch != origin.batch:
+            self.report(Fault(code, loader))
+        else:
+            self._add(code, call)
+        if code == "TT207":
+            unit.in_order, unit.wrap = False, None
 
     def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
         """The code of a state that does not go on in time; empty if it is no fault."""
-        unit = call.unit
-        is_recording = self.calls.recording(origin) in self.recordings
-        from_recording = order == "start" and is_recording
+        unit, at_once = call.unit, call.chunk == origin.chunk
         if call.training is False and call.cloned:
             return ""  # validation starts from a copy, training keeps its state
-        new_data, at_once = order == "other" or from_recording, call.chunk == origin.chunk
-        if call.training != origin.training or (call.grad != origin.grad and new_data):
+        if call.training != origin.training:
             return "TT205"
-        if self.log.random and call.batch != origin.batch and call.batch[0] == origin.batch[0]:
+        if self.log.random and call.batch != origin.batch:
             return "TT207"
-        if order == "rows" and not call.edited:
+        if order == "rows":
             return "TT206"
         # what lies between may belong to other states, such as those of other users
         if order == "jump" and call.before is origin and not at_once:
             return "TT207"
+        if order == "start" and self.calls.recording(origin) in self.recordings:
+            return "TT204"
         unit.mixed |= at_once and order in {"start", "other"}
-        is_other = order == "other" and not at_once and not unit.mixed
-        return "TT204" if is_other or from_recording else ""
+        return "TT204" if order == "other" and not at_once and not unit.mixed else ""
 
     # --- the same inputs again
 
-    def _begins_again(self, call: UnitCall, origin: UnitCall, order: str, fault: Fault) -> bool:
+    def _begins_again(self, call: UnitCall, origin: UnitCall, order: str) -> bool:
         """Whether a state enters the inputs, or the beginning of the pass, that it comes from.
 
         It is reported if the next chunk shows that chunks are in order, or at the end.
         """
-        unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
-            return in_batch and call.repeats > 0
+            return call.repeats > 0
+        unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
         again = order == "again" or (unit.first is not None and self._same_start(unit.first, call))
         again = again and not self._is_same_step(origin, call)  # the same input at every step
         if call.repeats or (again and unit.in_order):  # or no two chunks were in order so far
             if not call.repeats:
                 self._report_wrap(unit)
             ends_pass = again and not (call.repeats and (in_batch or unit.reread))
-            unit.wrap = fault if ends_pass else None
+            unit.wrap = call if ends_pass else None
         return again or call.repeats > 0
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap, unit.wrap = unit.wrap, None
-        if wrap and not unit.jumps:
-            self.report(wrap)
+        if wrap:
+            self._add("TT208", wrap)
 
     def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
         return same_start(self.calls.lanes(a), self.calls.lanes(b))
@@ -218,7 +209,7 @@ class StateRule:
     def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a cell goes on with the input that it has read last."""
         pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
-        same = all(a.root is b.root and a.last == b.first for a, b in pairs)
+        same = all(a.last == b.first for a, b in pairs)
         return call.steps == 1 and same
 
     def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
