@@ -159,7 +159,8 @@ class Unit:
     last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
     ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and by recording
     first: "UnitCall | None" = None  # the first call of its pass over the data
-    in_order: bool = False  # the last state entered the next chunk in time
+    in_order: bool = False  # a state entered the next chunk in time
+    jumps: bool = False  # a state jumped in time
     repeated: "UnitCall | None" = None  # the last call of several on the same inputs
     trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk

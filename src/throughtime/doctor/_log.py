@@ -106,7 +106,7 @@ class Log:
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
     )
     # states that entered with a graph of an earlier chunk, by the instruction that took them
-    carried: dict[Instruction, list[Carrier]] = field(default_factory=dict)
+    carried: dict[Instruction | None, list[Carrier]] = field(default_factory=dict)
     # the last result of each chunk that still exists
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where

@@ -71,7 +71,7 @@ class Doctor:
 
     Attributes:
         internal_error: an exception of the doctor itself; then it may have missed faults.
-        ended: the exception that ended the loop, in words; empty if none did.
+        ended: the type of the exception that ended the loop; empty if none did.
         coverage: the part of the loop that was watched; set at the end of the `with`.
     """
 
@@ -96,7 +96,7 @@ class Doctor:
         if self.internal_error is not None:
             return "no verdict, since the doctor itself failed"
         if self.ended:
-            return f"no finding before the run ended with {self.ended.partition(':')[0]}"
+            return f"no finding before the run ended with {self.ended}"
         if not self.coverage.recurrences:
             return "no verdict, since no recurrent state was watched"
         return "nothing found"
@@ -127,7 +127,7 @@ class Doctor:
         if events is None:
             return
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-        self.ended = f"{type(error).__name__}: {error}".removesuffix(": ") if has_failed else ""
+        self.ended = type(error).__name__ if has_failed else ""
         try:
             events.end(error if has_failed else None)
         finally:

@@ -186,7 +186,7 @@ def _entered(log: Log, root: Any, backward: Backward, change: str) -> Fault | No
         return _carried(log, states, backward.line, change)
     if not edges:
         return None
-    edge, name = edges[0], next(iter(_paths(log, edges[:1])), "")
+    edge, name = edges[0], "".join(_paths(log, edges[:1])[:1])
     if is_new and _alike(log, reachable_nodes(root, above=log.boundary), edge):
         return Fault("TT104", backward.line, change, name, OWN_LOSS * edge.is_loss)
     past = log.backwards[_position(log, edge.old)]
@@ -235,15 +235,14 @@ def _entry(log: Log, edge: StaleEdge) -> Instruction | None:
 
 def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
     """The variables that carry old tensors in."""
-    entries = dict.fromkeys(_entry(log, edge) for edge in edges)
-    return [path for at in entries if at for path, _ in log.carried.get(at, []) if path]
+    return [path for edge in edges for path, _ in log.carried.get(_entry(log, edge), []) if path]
 
 
 def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
     """States that were carried with the graph of their chunk."""
     past, entry = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
     enters = line_of(entry) if entry else line
-    passed = [at for _, at in log.carried.get(entry, []) if at] if entry else []
+    passed = [at for _, at in log.carried.get(entry, []) if at]
     retained = past.retain and change != ""
     at, paths = past.line if retained else [*passed, enters][0], _paths(log, states)
     detail = change or f"It comes from chunk {past.chunk + 1}, and this is chunk {log.chunk + 1}."

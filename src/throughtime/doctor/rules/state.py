@@ -157,8 +157,7 @@ class StateRule:
             self.report(Fault(code, loader))
         else:
             self._add(code, call)
-        if code == "TT207":
-            unit.in_order, unit.wrap = False, None
+        unit.jumps |= code == "TT207"
 
     def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
         """The code of a state that does not go on in time; empty if it is no fault."""
@@ -200,7 +199,7 @@ class StateRule:
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap, unit.wrap = unit.wrap, None
-        if wrap:
+        if wrap and not unit.jumps:
             self._add("TT208", wrap)
 
     def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
