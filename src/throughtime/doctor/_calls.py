@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -259,9 +260,9 @@ class Calls:
         if not self.table.root(tensor, new=not tensor.requires_grad).known:
             return None
         grid = self.table.rows(tensor, tensor.shape[:lead])
-        grid = grid.unsqueeze(1) if time_dim is None else grid.movedim(1 + time_dim, 1)
+        grid = grid[:, None] if time_dim is None else np.moveaxis(grid, 1 + time_dim, 1)
         first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
-        reads = torch.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
+        reads = np.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
         lanes, steps = list[Lane](), len(first)
         for numbers in reads:
             source = self.table.raw.get(numbers[0] // SPAN)

@@ -22,6 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from throughtime.doctor._frames import Instruction
 from throughtime.doctor._graph import base_of, storage_of, version_of
 
+# of a tensor of some shape: the first and the last, (2, *shape)
+Marks = np.ndarray[Any, np.dtype[np.int64]]
+
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
@@ -75,7 +78,7 @@ class Root:
     alive: Any  # a weak reference to the storage
     version: int
     item: int  # bytes of an element
-    marks: Tensor | None = None  # two numbers for each; without them its elements are raw
+    marks: Marks | None = None  # two numbers for each; without them its elements are raw
     known: bool = True  # False for constants, and after a change that was not watched
     is_order: bool = False
     learned: bool = False  # it depends on a parameter
@@ -118,7 +121,7 @@ class RootTable:
             return self.add(base, unknown(base.shape)) if changed else root
         return self.add(base) if new and self.complete else NOTHING
 
-    def add(self, tensor: Tensor, marks: Tensor | None = None) -> Root:
+    def add(self, tensor: Tensor, marks: Marks | None = None) -> Root:
         """A new root for what a tensor holds now; raw data without marks."""
         memory = StorageWeakRef(tensor.untyped_storage())
         root = Root(next(self.numbers), tensor.storage_offset(), tensor.shape,
@@ -150,7 +153,7 @@ class RootTable:
         same.alive, same.version = root.alive, root.version
         return remember(self.samples, key, same, MAX_ROOTS // 16)
 
-    def marks(self, tensor: Tensor) -> Tensor:
+    def marks(self, tensor: Tensor) -> Marks:
         """The marks of the elements of a tensor that has a root."""
         root = self.root(tensor)
         if root.item != tensor.element_size():  # none, or a view as of other numbers
@@ -159,12 +162,11 @@ class RootTable:
         if root.marks is not None and is_whole:
             return root.marks
         axes = (n * np.arange(m) for m, n in zip(tensor.shape, tensor.stride(), strict=True))
-        start = np.array(tensor.storage_offset())
-        offsets = torch.from_numpy(functools.reduce(np.add.outer, axes, start))
+        offsets = functools.reduce(np.add.outer, axes, np.array(tensor.storage_offset()))
         if root.marks is not None:
             return root.marks[:, *root.index(offsets)]
         remember(self.raw, root.number, root, MAX_ROOTS)
-        return (root.number * SPAN + offsets).expand(2, *tensor.shape)
+        return np.broadcast_to(root.number * SPAN + offsets, (2, *tensor.shape))
 
     def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
@@ -212,7 +214,7 @@ class RootTable:
             root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = all(each.cut or not t.requires_grad for t, each in states)
 
-    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Tensor | None:
+    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:
         """The marks of what an operation moves, by moving its marks; `None` for any other."""
         name, tensors = op.name, [t for t, _ in roots]
         if name == "__getitem__" and len(roots) > 1:
@@ -230,12 +232,12 @@ class RootTable:
             fits = name in MOVES and bool(roots)
         if not fits or sum(t.numel() for t in tensors) > MAX_MARKS:
             return None
-        grids = [self.marks(t).to(t.device) for t in tensors]
+        grids = [torch.tensor(self.marks(t), device=t.device) for t in tensors]
         moved = [
             op.func(numbers if joins else numbers[0], *op.args[1:], **op.kwargs)
             for numbers in zip(*grids, strict=True)
         ]
-        return torch.stack(moved).cpu()
+        return torch.stack(moved).cpu().numpy()
 
     def _is_most(self, tensor: Tensor) -> bool:
         """Whether a tensor covers most of the raw data that it was made of."""
@@ -243,14 +245,14 @@ class RootTable:
         root = self.raw.get(first // SPAN)
         return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
 
-    def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Tensor:
+    def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
         """The marks of the data in front: of those that share most dimensions with the result."""
         data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
         if not data:
             return unknown(out.shape)
         return self.rows(max(data, key=lambda t: shared(t, out.shape)), out.shape)
 
-    def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Marks:
         """The marks of a result of this shape: the leading dimensions that it shares stay.
 
         Of the rest the first and the last element count.
@@ -262,8 +264,9 @@ class RootTable:
         if lead == len(shape) and not rest:
             return self.marks(tensor)
         (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
-        marks = torch.stack([first.minimum(end), last.maximum(other)])
-        return marks.reshape(marks.shape + (1,) * (len(shape) - lead)).expand(2, *shape)
+        marks = np.stack([np.minimum(first, end), np.maximum(last, other)])
+        marks = marks.reshape(marks.shape + (1,) * (len(shape) - lead))
+        return np.broadcast_to(marks, (2, *shape))
 
 
 def shared(tensor: Tensor, shape: Any) -> int:
@@ -272,9 +275,9 @@ def shared(tensor: Tensor, shape: Any) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-def unknown(shape: Any) -> Tensor:
+def unknown(shape: Any) -> Marks:
     """The marks of what is not known."""
-    return torch.zeros((), dtype=torch.int64, device="cpu").expand(2, *shape)
+    return np.broadcast_to(np.int64(0), (2, *shape))
 
 
 def latest(histories: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
