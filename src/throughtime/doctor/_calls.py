@@ -6,7 +6,6 @@ of a cell one after another. How two of them lie in time is told by what they co
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from throughtime.doctor._data import (
     latest,
     unknown,
 )
-from throughtime.doctor._frames import Instruction, line_of
+from throughtime.doctor._frames import Instruction
 from throughtime.doctor._log import Fault, Log
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -87,15 +86,15 @@ def follows(a: Lane, b: Lane) -> bool:
 
 
 def relation(
-    before: list[Lane],
-    after: list[Lane],
+    before: list[Lane] | None,
+    after: list[Lane] | None,
     rows: list[int] | None,
-    read: Callable[[Root], list[Lane]],
+    ends: "dict[Root | None, UnitCall]",
 ) -> str:
     """How two chunks lie in time, the state of the first in the second.
 
-    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read` gives the lanes of
-    the last chunk that was read from a root, as far as known.
+    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `ends` has the
+    last call that read a root.
 
     Returns:
         "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
@@ -111,7 +110,7 @@ def relation(
         return "next" if pairs else ""
     if all(any(follows(other, b) for other in before) for _, b in pairs):
         return "rows"
-    kinds = {_of_lanes(a, b, read) for a, b in pairs}
+    kinds = {_of_lanes(a, b, ends) for a, b in pairs}
     if kinds <= {"start", "next"}:
         return "start"
     if "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}:
@@ -119,7 +118,7 @@ def relation(
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
+def _of_lanes(a: Lane, b: Lane, ends: "dict[Root | None, UnitCall]") -> str:
     """How the next chunk of one lane lies in time; "elsewhere" is a jump within other data."""
     if follows(a, b):
         return "next"
@@ -129,7 +128,7 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
         inside = (i for d, i in enumerate(b.first) if not whole or (b.is_whole and d in b.size))
         if not any(inside) or (time >= 0 and b.begins(time)):
             return "start"
-        last = read(b.root)
+        last = (b.root in ends and ends[b.root].lanes) or []
         if any(follows(each, b) for each in last):
             return "other"
         return "elsewhere" if last and not whole else ""
@@ -144,7 +143,7 @@ def _of_lanes(a: Lane, b: Lane, read: Callable[[Root], list[Lane]]) -> str:
     return "jump" if moved == {time} and (a.is_whole or a.steps == 1 or a.step) else ""
 
 
-def same_start(a: list[Lane], b: list[Lane]) -> bool:
+def same_start(a: list[Lane] | None, b: list[Lane] | None) -> bool:
     """Whether every lane known of two chunks begins at the same element."""
     return bool(a and b) and all(
         x.root is y.root and x.first == y.first for x, y in zip(a, b, strict=False)
@@ -210,6 +209,11 @@ class UnitCall:
         """The chunk, the batch and the mode."""
         return self.chunk, self.batch, self.training, self.grad
 
+    @property
+    def recording(self) -> Root | None:
+        """The raw data that it reads first."""
+        return self.lanes[0].root if self.lanes else None
+
 
 class Calls:
     """Makes calls of operations, and hands each new one to the rule."""
@@ -250,7 +254,7 @@ class Calls:
         view, before, instruction = self.viewed
         sizes = [[n for n in shape if n > 1] for shape in (before, inputs.shape)]
         if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
-            self.rule.report(Fault("TT213", line_of(instruction), after=2))
+            self.rule.report(Fault("TT213", instruction.line, after=2))
 
     def _lanes(self, tensor: Tensor, lead: int, time_dim: int | None) -> list[Lane] | None:
         """What each lane of a tensor reads; it has so many dimensions in front.
@@ -388,10 +392,12 @@ class Calls:
             return True
         if call.model_call == origin.model_call or call.lanes is None:
             return False
-        return call.steps > 1 or self.recording(call) is not self.recording(origin)
+        return call.steps > 1 or call.recording is not origin.recording
 
     def _compare(self, call: UnitCall, origin: UnitCall) -> None:
         """Note the lane of an earlier call whose result each lane has, by its values."""
+        if equal(call.states[:1], origin.outputs[:1]):
+            return
         state, result = (
             torch.atleast_2d(each[0]).movedim(-2, 0).flatten(1)
             for each in (call.states, origin.outputs)
@@ -405,14 +411,6 @@ class Calls:
         rows = (same + at_home).argmax(1).tolist()
         if not call.edited and (len(set(rows)) > 1 or len(rows) == 1):
             call.rows = rows
-
-    def recording(self, call: UnitCall) -> Root | None:
-        """The raw data that a call reads first."""
-        return call.lanes[0].root if call.lanes else None
-
-    def lanes(self, call: UnitCall) -> list[Lane]:
-        """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
-        return call.lanes or []
 
 
 def values(tensors: list[Tensor]) -> list[Tensor]:

@@ -88,11 +88,6 @@ def current_line() -> SourceLine | None:
     return line_in(frame) if frame else None
 
 
-def line_of(instruction: Instruction) -> SourceLine:
-    """The source line of a bytecode instruction."""
-    return instruction.line
-
-
 def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
     """The tensors among arguments, results or values."""
     if isinstance(tree, Tensor):

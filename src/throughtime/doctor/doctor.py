@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Self
 
 from throughtime.doctor._events import LoopEvents
-from throughtime.doctor._frames import line_of
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -132,7 +131,7 @@ class Doctor:
             events.end(error if has_failed else None)
         finally:
             log, self.internal_error = events.log, events.internal_error
-            lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
+            lines = dict.fromkeys(str(each.line) for each in log.units.values())
             self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
         if error is not None and not isinstance(error, DiagnosisError):
             for finding in self.findings:

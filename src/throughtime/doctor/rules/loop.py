@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
+from throughtime.doctor._frames import Instruction, SourceLine, user_frame
 from throughtime.doctor._graph import (
     CHANGED,
     FREED,
@@ -42,10 +42,10 @@ MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
 MAX_SUM = 1000  # nodes between a sum and its last value
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
-# torch's errors of a layer and of a cell
+# torch's errors of a layer, if it is the lanes that differ, and of a cell
 LANES_DIFFER = re.compile(
-    r"Expected hidden.* size \(\d+, (\d+), .*\), got \[\d+, (\d+),"
-    r"|Input batch size (\d+) doesn't match hidden.* batch size (\d+)"
+    r"Expected hidden.* size \(\d+, (\d+), .*\), got \[\d+, (?!\1,)"
+    r"|Input batch size \d+ doesn't match hidden.* batch size"
 )
 VERSIONS = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
 MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
@@ -110,9 +110,7 @@ def summed(log: Log, event: Backward) -> Iterator[Fault]:
         log.sums[instruction] = sequence(total.grad_fn), depth
         if depth >= MIN_SUMMED:
             fix = OWN_LOSS if instruction in log.roots else ""
-            yield Fault(
-                "TT104", line_of(instruction), f"The sum goes through {depth} chunks.", fix=fix
-            )
+            yield Fault("TT104", instruction.line, f"The sum goes through {depth} chunks.", fix=fix)
 
 
 def kept(log: Log, _: Backward) -> Iterator[Fault]:
@@ -123,7 +121,7 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
         refs = [ref for ref in alive.values() if ref().grad_fn]
         # not by a retained graph alone; the last one may be kept later
         if len(refs) == MIN_KEPT and all(map(_is_kept, refs[:-1])):
-            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.")
+            yield Fault("TT104", instruction.line, f"{MIN_KEPT} still exist.")
 
 
 def _is_kept(ref: Any) -> bool:
@@ -158,7 +156,7 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
     )
     parameter = next(same, None)
     at = [
-        line_of(instruction)
+        instruction.line
         # of a tensor of that shape first: others may be what it is a view of
         for version, of, instruction, last in sorted(
             log.in_place, key=lambda c: sorted(c[1]) != shape
@@ -173,7 +171,7 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
     if parameter is None or not (
         any(each.retain for each in past) or reaches_unusable(node, MAX_OLD_NODES, FREED)
     ):  # no backward has gone through it
-        detail = f"It is needed by the operation at {line_of(user)}." if user else ""
+        detail = f"It is needed by the operation at {user.line}." if user else ""
         return Fault("TT103", line, detail, fix=BACKWARD_FIRST * (parameter is not None))
     return _entered(log, root, backward, f"Parameters of the older graph were changed at {line}.")
 
@@ -241,7 +239,7 @@ def _paths(log: Log, edges: list[StaleEdge]) -> list[str]:
 def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
     """States that were carried with the graph of their chunk."""
     past, entry = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
-    enters = line_of(entry) if entry else line
+    enters = entry.line if entry else line
     passed = [at for _, at in log.carried.get(entry, []) if at]
     retained = past.retain and change != ""
     at, paths = past.line if retained else [*passed, enters][0], _paths(log, states)
@@ -254,11 +252,9 @@ def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -
 
 def lanes_of_error(error: BaseException) -> Fault | None:
     """TT211: an error of a layer or cell whose state has other lanes than its inputs."""
-    trace, line, match = error.__traceback__, None, LANES_DIFFER.search(str(error))
+    trace, line = error.__traceback__, None
     while trace:
         if user_frame(trace.tb_frame) is trace.tb_frame:
             line = SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
-    chunk, state = filter(None, match.groups()) if match else ("", "")
-    detail = f"The state has {state} lanes, the chunk has {chunk}."
-    return Fault("TT211", line, detail) if chunk != state else None
+    return Fault("TT211", line) if LANES_DIFFER.search(str(error)) else None

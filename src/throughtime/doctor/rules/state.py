@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from throughtime.doctor._calls import (
     Calls,
-    Lane,
     Unit,
     UnitCall,
     equal,
@@ -18,7 +17,6 @@ from throughtime.doctor._calls import (
     same_start,
 )
 from throughtime.doctor._data import Root, remember
-from throughtime.doctor._frames import line_of
 from throughtime.doctor._log import Fault, Log
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
@@ -50,7 +48,7 @@ class StateRule:
             self._starts_fresh(call)
             if not call.before or call.before.position != call.position or call.steps > 1:
                 self._start(call)
-        remember(unit.ends, self.calls.recording(call), call)
+        remember(unit.ends, call.recording, call)
 
     def _continues(self, call: UnitCall, origin: UnitCall) -> None:
         if origin.chunk != call.chunk:
@@ -69,12 +67,7 @@ class StateRule:
             self._goes_elsewhere(call, origin, order)
 
     def _relation(self, origin: UnitCall, call: UnitCall) -> str:
-        calls, ends = self.calls, call.unit.ends
-
-        def read(root: Root) -> list[Lane]:
-            return calls.lanes(ends[root]) if root in ends else []
-
-        order = relation(calls.lanes(origin), calls.lanes(call), call.rows, read)
+        order = relation(origin.lanes, call.lanes, call.rows, call.unit.ends)
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
 
@@ -82,7 +75,7 @@ class StateRule:
 
     def _start(self, call: UnitCall) -> bool:
         """Whether the state that started the chunk before starts this one too, which goes on."""
-        unit, before = call.unit, call.unit.ends.get(self.calls.recording(call))
+        unit, before = call.unit, call.unit.ends.get(call.recording)
         # it may be older than the last call
         before = before if before and before.chunk < call.chunk else call.before
         if not before or not call.grad or call.training is False or call.bidirectional:
@@ -115,7 +108,7 @@ class StateRule:
                 self._add("TT210", call)
             for call in unit.last.values():
                 if call.stepwise:
-                    self.report(Fault("TT203", line_of(call.stepwise), after=CHUNKS))
+                    self.report(Fault("TT203", call.stepwise.line, after=CHUNKS))
 
     def _report_starts(self, unit: Unit, least: int) -> None:
         """TT201, unless slices of unequal length are independent sequences."""
@@ -131,7 +124,7 @@ class StateRule:
     # --- a state that is carried
 
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
-        unit, recording = call.unit, self.calls.recording(origin)
+        unit, recording = call.unit, origin.recording
         unit.in_order = True
         unit.fresh.clear()
         if call.bidirectional and equal([call.states[0][-1:]], [origin.outputs[0][-1:]]):
@@ -173,7 +166,7 @@ class StateRule:
         # what lies between may belong to other states, such as those of other users
         if order == "jump" and call.before is origin and not at_once:
             return "TT207"
-        if order == "start" and self.calls.recording(origin) in self.recordings:
+        if order == "start" and origin.recording in self.recordings:
             return "TT204"
         unit.mixed |= at_once and order in {"start", "other"}
         return "TT204" if order == "other" and not at_once and not unit.mixed else ""
@@ -188,7 +181,9 @@ class StateRule:
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return call.repeats > 0
         unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
-        again = order == "again" or (unit.first is not None and self._same_start(unit.first, call))
+        again = order == "again" or (
+            unit.first is not None and same_start(unit.first.lanes, call.lanes)
+        )
         again = again and not self._is_same_step(origin, call)  # the same input at every step
         if call.repeats or (again and unit.in_order):  # or no two chunks were in order so far
             if not call.repeats:
@@ -202,14 +197,10 @@ class StateRule:
         if wrap and not unit.jumps:
             self._add("TT208", wrap)
 
-    def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
-        return same_start(self.calls.lanes(a), self.calls.lanes(b))
-
     def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a cell goes on with the input that it has read last."""
-        pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
-        same = all(a.last == b.first for a, b in pairs)
-        return call.steps == 1 and same
+        pairs = zip(origin.lanes or [], call.lanes or [], strict=False)
+        return call.steps == 1 and all(a.last == b.first for a, b in pairs)
 
     def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
@@ -217,7 +208,7 @@ class StateRule:
         A loader's batch is no pass over the data: any number of calls may read it.
         """
         at_once = call.chunk == origin.chunk
-        same = call.steps == origin.steps // origin.count and self._same_start(origin, call)
+        same = call.steps == origin.steps // origin.count and same_start(origin.lanes, call.lanes)
         if not same or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
@@ -244,7 +235,7 @@ class StateRule:
                 self._report_connected(call)
 
     def _add(self, code: str, call: UnitCall, detail: str = "", after: int = 1) -> None:
-        self.report(Fault(code, line_of(call.instruction), detail, after=after))
+        self.report(Fault(code, call.instruction.line, detail, after=after))
 
 
 def _has_values(call: UnitCall) -> bool:
