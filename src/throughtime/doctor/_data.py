@@ -171,8 +171,22 @@ class RootTable:
     def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
         key = storage_of(out)
-        if key and out.numel() and all(storage_of(t) != key for t in op.inputs):
+        if op.args and isinstance(op.args[0], np.ndarray):
+            self.from_array(op.args[0], out)
+        elif key and out.numel() and all(storage_of(t) != key for t in op.inputs):
             self._record(op, out, [] if op.name in FILLS else op.inputs)
+
+    def from_array(self, array: Any, out: Tensor) -> None:
+        """Record a tensor with the memory or the values of a NumPy array."""
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        if base.dtype == array.dtype and base.flags.writeable:
+            start = (array.ctypes.data - base.ctypes.data) // array.itemsize
+            strides = [n // array.itemsize for n in array.strides]
+            self.root(whole := torch.from_numpy(base))
+            part = whole.as_strided(array.shape, strides, start)
+            self.add(out, self.rows(part, out.shape))
 
     def change(self, op: Operation) -> None:
         """Record a tensor that an operation changed in place."""
@@ -195,12 +209,8 @@ class RootTable:
         is_chosen = trains and out.dtype == torch.int64
         is_choice = not out.requires_grad and (is_chosen or op.func is torch.autograd.grad)
         learned = not is_choice and (trains or any(each.learned for _, each in roots))
-        # what is computed from most of the raw data together is new data
-        mixed = bool(known) and not learned and all(
-            shared(t, out.shape) < min(t.dim(), out.dim()) and self._is_most(t) for t, _ in known
-        )  # fmt: skip
         marks = self._moved(op, out, roots)
-        if marks is None and not (is_choice or mixed) and (op.inputs or op.name in FILLS):
+        if marks is None and not is_choice and (op.inputs or op.name in FILLS):
             marks = self._computed(out, known)
         root = self.add(out, marks)
         root.is_order = op.name in ORDERS or (
@@ -238,12 +248,6 @@ class RootTable:
             for numbers in zip(*grids, strict=True)
         ]
         return torch.stack(moved).cpu().numpy()
-
-    def _is_most(self, tensor: Tensor) -> bool:
-        """Whether a tensor covers most of the raw data that it was made of."""
-        first, last = self.rows(tensor, ()).tolist()
-        root = self.raw.get(first // SPAN)
-        return root is not None and 2 * (last - first + 1) > math.prod(root.shape)
 
     def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
         """The marks of the data in front: of those that share most dimensions with the result."""

@@ -110,6 +110,7 @@ class LoopEvents(TorchFunctionMode):
         self._wrap(torch.optim.Optimizer, "__init__", self._init_optimizer)
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
+        self._wrap(torch, "from_numpy", self._from_numpy)
         self.__enter__()
 
     def close(self) -> None:
@@ -419,6 +420,11 @@ class LoopEvents(TorchFunctionMode):
         of = nn.Module.parameters if isinstance(owner, nn.Module) else parameters_of
         self.log.append(Change("c", frozenset(map(id, of(owner))), current_line()))
         return original(owner, *args, **kwargs)
+
+    def _from_numpy(self, original: Any, array: Any) -> Tensor:
+        result = original(array)
+        self.guarded(self.table.from_array, array, result)
+        return result
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
         log = self.log
