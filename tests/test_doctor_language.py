@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from throughtime.doctor import CODES, Doctor, doctor, findings
-from throughtime.doctor.findings import catalogue
+from throughtime.doctor.findings import CHINESE
 
 FOLDER = Path(findings.__file__).parent
 SPECIAL = ("BACKWARD_FIRST", "OWN_LOSS")
@@ -40,9 +40,9 @@ def test_every_text_has_a_chinese_one_with_the_same_values() -> None:
     assert len(details) > 12
     fixes = {getattr(findings, name) for name in SPECIAL}
     texts = details | fixes | {text for pair in CODES.values() for text in pair}
-    missing = texts - catalogue().keys()
+    missing = texts - CHINESE.keys()
     assert not missing, missing
-    for english, chinese in catalogue().items():
+    for english, chinese in CHINESE.items():
         assert english.count("{}") == chinese.count("{}"), english
         assert re.search("[\u4e00-\u9fff]", chinese) or "{}" in english, english
 

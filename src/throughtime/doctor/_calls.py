@@ -85,16 +85,8 @@ def follows(a: Lane, b: Lane) -> bool:
     return distance in {step, 2 * step}
 
 
-def relation(
-    before: list[Lane] | None,
-    after: list[Lane] | None,
-    rows: list[int] | None,
-    ends: "dict[Root | None, UnitCall]",
-) -> str:
-    """How two chunks lie in time, the state of the first in the second.
-
-    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `ends` has the
-    last call that read a root.
+def relation(a: "UnitCall", b: "UnitCall") -> str:
+    """How the chunks of two calls lie in time, if the state of the first enters the second.
 
     Returns:
         "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
@@ -102,19 +94,22 @@ def relation(
         data; "other": it goes on in other data, whose last chunk was read with another state;
         "": uncertain.
     """
-    if not before or not after or (rows is None and len(before) != len(after)):
+    before, after = a.lanes, b.lanes
+    if not before or not after or (b.rows is None and len(before) != len(after)):
         return ""  # some lanes may have ended
-    of = range(len(after)) if rows is None else rows
+    of = range(len(after)) if b.rows is None else b.rows
     pairs = [(before[i], lane) for i, lane in zip(of, after, strict=False) if i < len(before)]
-    if all(follows(a, b) for a, b in pairs):
+    if all(follows(*pair) for pair in pairs):
         return "next" if pairs else ""
-    if all(any(follows(other, b) for other in before) for _, b in pairs):
+    if all(any(follows(other, lane) for other in before) for _, lane in pairs):
         return "rows"
-    kinds = {_of_lanes(a, b, ends) for a, b in pairs}
+    kinds = {_of_lanes(*pair, b.unit.ends) for pair in pairs}
     if kinds <= {"start", "next"}:
         return "start"
-    if "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}:
-        return "jump"
+    elsewhere = "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}
+    if elsewhere or kinds == {"jump"}:
+        # single steps may lie anywhere, such as events of several users in one table
+        return "jump" if a.steps + b.steps > 2 else ""
     return kinds.pop() if len(kinds) == 1 else ""
 
 
@@ -143,11 +138,10 @@ def _of_lanes(a: Lane, b: Lane, ends: "dict[Root | None, UnitCall]") -> str:
     return "jump" if moved == {time} and (a.is_whole or a.steps == 1 or a.step) else ""
 
 
-def same_start(a: list[Lane] | None, b: list[Lane] | None) -> bool:
+def same_start(a: "UnitCall", b: "UnitCall") -> bool:
     """Whether every lane known of two chunks begins at the same element."""
-    return bool(a and b) and all(
-        x.root is y.root and x.first == y.first for x, y in zip(a, b, strict=False)
-    )
+    pairs = list(zip(a.lanes or [], b.lanes or [], strict=False))
+    return bool(pairs) and all(x.root is y.root and x.first == y.first for x, y in pairs)
 
 
 @dataclass(eq=False)
@@ -238,16 +232,20 @@ class Calls:
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
         lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
         self._check_view(inputs)
-        call = self._new(key, op, lanes)
-        if layer:
-            call.steps = len(args[1]) if packed else inputs.shape[time_dim or 0]
-            call.bidirectional = bool(args[7 + packed])
-        call.width = states[0].shape[-2] if states[0].dim() > 1 + layer else 1
         marks = [unknown(out.shape) for out in op.outputs]
         if lanes and self.table.complete:  # later no operation behind it is followed
             marks[0] = self.table.rows(inputs, op.outputs[0].shape)
-        call = self._add(call, states, list(map(self.table.add, op.outputs, marks)))
-        call.outputs = values(op.outputs[layer:])
+        self._add(
+            key,
+            op,
+            lanes,
+            states,
+            list(map(self.table.add, op.outputs, marks)),
+            steps=(len(args[1]) if packed else inputs.shape[time_dim or 0]) if layer else 1,
+            width=states[0].shape[-2] if states[0].dim() > 1 + layer else 1,
+            outputs=values(op.outputs[layer:]),
+            bidirectional=layer and bool(args[7 + packed]),
+        )
 
     def _check_view(self, inputs: Tensor) -> None:
         """TT213: the inputs are a view that exchanges sizes, and so mixes the rows."""
@@ -310,25 +308,31 @@ class Calls:
                 lanes, source = self._lanes(t, int(out.dim() > 1), None), t
         if lanes is None:
             return
-        call = self._new(key, op, lanes, confirmed=bool(own))
-        call.width = 1 if out.dim() == 1 else len(out)
         states = own or [t for t, r in pairs if t is not source and not r.learned]
-        self._add(call, states, [root])
+        width = 1 if out.dim() == 1 else len(out)
+        self._add(key, op, lanes, states, [root], confirmed=bool(own), width=width)
 
-    def _new(
-        self, key: Any, op: Operation, lanes: list[Lane] | None, *, confirmed: bool = True
-    ) -> UnitCall:
+    def _add(
+        self,
+        key: Any,
+        op: Operation,
+        lanes: list[Lane] | None,
+        states: list[Tensor],
+        results: list[Root],
+        *,
+        confirmed: bool = True,
+        **facts: Any,
+    ) -> None:
+        """Add a call, or its steps to the one that its state comes from."""
         log, unit = self.log, self.units.setdefault(key, Unit(key))
         unit.confirmed |= confirmed
-        before = unit.last.get(log.training)
-        if before and before.chunk < log.chunk:
-            unit.trained = max(unit.trained, before.graph_calls)
-        return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
-                        log.training, torch.is_grad_enabled(), lanes, before=before)  # fmt: skip
-
-    def _add(self, call: UnitCall, states: list[Tensor], results: list[Root]) -> UnitCall:
-        """Add a call, or its steps to the one that its state comes from."""
-        unit, last = call.unit, call.before
+        last = unit.last.get(log.training)
+        if last and last.chunk < log.chunk:
+            unit.trained = max(unit.trained, last.graph_calls)
+        call = UnitCall(
+            unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch, log.training,
+            torch.is_grad_enabled(), lanes, before=last, **facts,
+        )  # fmt: skip
         pairs = [(t, self.table.root(t, new=False)) for t in states]
         behind = latest(root.behind for _, root in pairs)
         origin, is_known = behind.get(unit.key), not any(root.learned for _, root in pairs)
@@ -337,7 +341,7 @@ class Calls:
         call.has_graph = any(t.grad_fn and not root.cut for t, root in pairs)
         call.graph_steps = call.steps
         if unit.confirmed:
-            self.log.recurrent = self.log.units[unit] = call.instruction
+            log.recurrent = log.units[unit] = op.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             is_cut = not any(t.is_leaf and t.requires_grad for t in states)  # used by the loop
             call = self._continued(origin, call, is_cut)
@@ -351,7 +355,6 @@ class Calls:
         for root in results:
             root.behind = latest([root.behind, behind, {unit.key: call}])
             root.learned, root.edited, root.cloned, root.cut = True, False, False, False
-        return call
 
     def _begin(
         self, call: UnitCall, origin: UnitCall | None, states: list[tuple[Tensor, Root]]
@@ -383,6 +386,7 @@ class Calls:
         call.lanes = [a.joined(b) for a, b in pairs] if is_one else None
         call.steps, call.count = call.steps + step.steps, call.count + 1
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
+        call.outputs = step.outputs
         call.last_detach = None
         return call
 
@@ -405,10 +409,9 @@ class Calls:
         if state.shape[1:] != result.shape[1:]:
             call.edited = True
             return
-        same = (state[:MAX_LANES, None] == result).flatten(2).all(-1)
+        same = (state[:MAX_LANES, None] == result).all(-1)
         call.edited = not bool(same.any(1).all())
-        at_home = torch.eye(*same.shape) / 2  # of several the own one
-        rows = (same + at_home).argmax(1).tolist()
+        rows = same.int().argmax(1).tolist()
         if not call.edited and (len(set(rows)) > 1 or len(rows) == 1):
             call.rows = rows
 

@@ -75,7 +75,7 @@ class LoopEvents(TorchFunctionMode):
         super().__init__()
         self.log, self.findings, self.table = Log(), findings, RootTable()
         self.state = StateRule(self.log, findings.add)
-        self.calls = self.state.calls = Calls(self.log, self.table, self.state)
+        self.calls = Calls(self.log, self.table, self.state)
         self._instructions: dict[tuple[int, int], Instruction] = {}
         self.internal_error: Exception | None = None
         self.busy = False  # the doctor itself is at work, an optimizer or a backward
@@ -228,12 +228,14 @@ class LoopEvents(TorchFunctionMode):
         caller = current_frame(1)
         if name == ".grad":
             self._note_read(args[0], caller)
-        elif frame := user_frame(caller, skip_optimizer=False):
+        elif frame := user_frame(caller):
             self.operations += 1
             if self.operations > MAX_OPERATIONS:
                 self._awake = self.table.complete = False
                 self.log.results.clear()  # they are not followed to their end
-            self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
+            op = Operation(name, func, args, kwargs, tensors((*args, *kwargs.values())),
+                           tensors(result), self._instruction_at(frame))  # fmt: skip
+            self.guarded(self._record, op, frame, frame is caller)
         return result
 
     def _note_read(self, parameter: Tensor, frame: FrameType) -> None:
@@ -252,16 +254,12 @@ class LoopEvents(TorchFunctionMode):
             self._instructions[key] = Instruction(frame.f_code, line_in(frame))
         return self._instructions[key]
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
-    ) -> None:
-        name, log = operation_name(func), self.log
-        inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
-        changed = inputs[:1] if IN_PLACE.fullmatch(name) else []
-        outputs = changed or outputs
+    def _record(self, op: Operation, frame: FrameType, is_direct: bool) -> None:
+        name, log = op.name, self.log
+        changed = op.inputs[:1] if IN_PLACE.fullmatch(name) else []
+        outputs = op.outputs = changed or op.outputs
         if not outputs:
             return
-        op = Operation(name, func, args, kwargs, inputs, outputs, self._instruction_at(frame))
         for each in changed:
             log.in_place.append((version_of(each), each.shape, op.instruction, log.nodes[-1][0]))
             if isinstance(base_of(each), nn.Parameter):
@@ -269,7 +267,7 @@ class LoopEvents(TorchFunctionMode):
             if name not in KEPT_IN_PLACE:
                 self.table.change(op)
         if name in {"view", "reshape"}:
-            self.calls.viewed = weakref.ref(outputs[0]), inputs[0].shape, op.instruction
+            self.calls.viewed = weakref.ref(outputs[0]), op.inputs[0].shape, op.instruction
         if outputs[0].grad_fn:
             self._record_graph(op)
         if name in RECURRENT:

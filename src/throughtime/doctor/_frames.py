@@ -15,7 +15,7 @@ from torch import Tensor
 
 from throughtime.doctor._graph import storage_of
 
-USER, LIBRARY, OURS, OPTIMIZER = range(4)
+USER, LIBRARY, OURS = range(3)
 PACKAGE = Path(__file__).parents[1]
 # Files of throughtime that are skipped like a library's: the doctor, layers and wrappers that
 # replace torch's, and what a loop does with its state. All are prefixes.
@@ -51,27 +51,22 @@ Carrier = tuple[str, SourceLine | None]
 
 @cache
 def file_owner(file: str) -> int:
-    """The owner of a source file: `USER`, `LIBRARY`, `OURS` or `OPTIMIZER`."""
+    """The owner of a source file: `USER`, `LIBRARY` or `OURS`."""
     if file.startswith(SKIPPED):
         return LIBRARY
     if file.startswith(f"{PACKAGE}{os.sep}"):
         return OURS
-    if f"{os.sep}torch{os.sep}optim{os.sep}" in file:
-        return OPTIMIZER
     # site-packages, or dist-packages of a Linux distribution
     return LIBRARY if "-packages" in file or file.startswith(LIBRARIES) else USER
 
 
-def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> FrameType | None:
-    """The user's innermost frame; `None` if a frame of throughtime is met first.
-
-    Frames of `torch.optim` are skipped; with `skip_optimizer=False` they also give `None`.
-    """
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The user's innermost frame; `None` if a frame of throughtime is met first."""
     while frame:
         owner = file_owner(frame.f_code.co_filename)
         if owner == USER:
             return frame
-        if owner == OURS or (owner == OPTIMIZER and not skip_optimizer):
+        if owner == OURS:
             return None
         frame = frame.f_back
     return None

@@ -140,11 +140,9 @@ class Doctor:
     def _stop(self) -> LoopEvents | None:
         """Stop watching; return the events, or `None` if there are none."""
         events, self._events = self._events, None
-        try:
-            if events is not None:
-                events.close()
-        finally:
-            _OPEN.clear()
+        _OPEN.clear()
+        if events is not None:
+            events.close()
         return events
 
     def __str__(self) -> str:

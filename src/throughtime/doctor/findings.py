@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ def _read(name: str) -> Any:
 
 
 CODES: dict[str, list[str]] = _read("codes.json")  # what is wrong, and what to write
+# the Chinese texts by the English ones, both with `{}` for what differs
+CHINESE: dict[str, str] = _read("zh.json")
 IMPORT = " (import throughtime as tt)"
 # Fixes of special cases.
 BACKWARD_FIRST = (
@@ -41,27 +42,19 @@ CLEAR_ONCE = (
 )
 
 
-def in_chinese() -> bool:
-    """Whether the environment asks for Chinese; LC_ALL counts more than LC_MESSAGES and LANG."""
-    languages = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
-    return next(filter(None, languages), "").startswith("zh")
-
-
-@cache
-def catalogue() -> dict[str, str]:
-    """The Chinese texts by the English ones, both with `{}` for what differs."""
-    return _read("zh.json")
-
-
 def translated(text: str) -> str:
-    """A text in the user's language, each of its sentences by the catalogue."""
-    return (
-        "".join(map(_in_chinese, re.split(r"(?<=\.) (?=[A-Z\d])", text))) if in_chinese() else text
-    )
+    """A text in the user's language, each of its sentences by the catalogue.
+
+    The environment asks for Chinese; LC_ALL counts more than LC_MESSAGES and LANG.
+    """
+    languages = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    if next(filter(None, languages), "").startswith("zh"):
+        return "".join(map(_in_chinese, re.split(r"(?<=\.) (?=[A-Z\d])", text)))
+    return text
 
 
 def _in_chinese(sentence: str) -> str:
-    for english, chinese in catalogue().items():
+    for english, chinese in CHINESE.items():
         pattern = re.escape(english).replace(r"\{\}", "(.*?)")
         if match := re.fullmatch(pattern, sentence):
             return chinese.format(*match.groups())

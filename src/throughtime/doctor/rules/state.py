@@ -9,7 +9,6 @@ the batch; a recording is one unbroken sequence of data.
 from collections.abc import Callable
 
 from throughtime.doctor._calls import (
-    Calls,
     Unit,
     UnitCall,
     equal,
@@ -32,7 +31,6 @@ class StateRule:
 
     def __init__(self, log: Log, report: Callable[[Fault], object]) -> None:
         self.log, self.report = log, report
-        self.calls: Calls
         self.pending: list[UnitCall] = []  # starts in this chunk
         self.recordings: dict[Root | None, None] = {}  # of which two adjacent chunks were read
 
@@ -58,18 +56,13 @@ class StateRule:
             call.graph_calls = origin.graph_calls + 1
         if self._repeats(call, origin) or (call.before is not origin and self._start(call)):
             return
-        order = self._relation(origin, call)
+        order = relation(origin, call)
         if order == "next":
             self._goes_on(call, origin)
         elif call.edited:
             self._starts_fresh(call)
         else:
             self._goes_elsewhere(call, origin, order)
-
-    def _relation(self, origin: UnitCall, call: UnitCall) -> str:
-        order = relation(origin.lanes, call.lanes, call.rows, call.unit.ends)
-        # single steps may lie anywhere, such as events of several users in one table
-        return "" if order == "jump" and origin.steps == call.steps == 1 else order
 
     # --- a state that is not that of the chunk before
 
@@ -80,9 +73,9 @@ class StateRule:
         before = before if before and before.chunk < call.chunk else call.before
         if not before or not call.grad or call.training is False or call.bidirectional:
             return False
-        if _has_values(call) and not equal(call.states, before.states):
+        if call.states and not equal(call.states, before.states):
             return False
-        order = self._relation(before, call)
+        order = relation(before, call)
         unit.samples |= order == "jump"
         drawn = self.log.random and call.batch != before.batch
         if order != "next" or drawn or unit.samples:
@@ -102,7 +95,7 @@ class StateRule:
                 self._report_starts(unit, FRESH_CHUNKS)
         self.pending.clear()
         self.log.targets = 0
-        for unit in self.calls.units.values():
+        for unit in self.log.units:
             call, unit.repeated = unit.repeated, None
             if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
                 self._add("TT210", call)
@@ -124,20 +117,20 @@ class StateRule:
     # --- a state that is carried
 
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
-        unit, recording = call.unit, origin.recording
+        unit = call.unit
         unit.in_order = True
         unit.fresh.clear()
         if call.bidirectional and equal([call.states[0][-1:]], [origin.outputs[0][-1:]]):
             self._add("TT212", call, after=CHUNKS)
-        self._moves_on(unit, origin)
+        self._moves_on(origin)
         self._report_wrap(unit)
-        remember(self.recordings, recording, None)
+        remember(self.recordings, origin.recording, None)
 
-    def _moves_on(self, unit: Unit, origin: UnitCall) -> None:
+    def _moves_on(self, origin: UnitCall) -> None:
         """A state enters other inputs: those that it has read several times were not all."""
         if origin.repeats and origin.grad:
             self._add("TT210", origin, f"{origin.repeats + 1} calls in a row.", CHUNKS)
-            unit.wrap, unit.reread = None, True
+            origin.unit.wrap, origin.unit.reread = None, True
 
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         """A state that does not go on in time."""
@@ -145,7 +138,7 @@ class StateRule:
             return
         unit, loader, code = call.unit, self.log.loader, self._code(call, origin, order)
         if not code:
-            self._moves_on(unit, origin)
+            self._moves_on(origin)
         elif code == "TT207" and loader and call.batch != origin.batch:
             self.report(Fault(code, loader))
         else:
@@ -181,9 +174,7 @@ class StateRule:
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return call.repeats > 0
         unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
-        again = order == "again" or (
-            unit.first is not None and same_start(unit.first.lanes, call.lanes)
-        )
+        again = order == "again" or (unit.first is not None and same_start(unit.first, call))
         again = again and not self._is_same_step(origin, call)  # the same input at every step
         if call.repeats or (again and unit.in_order):  # or no two chunks were in order so far
             if not call.repeats:
@@ -208,7 +199,7 @@ class StateRule:
         A loader's batch is no pass over the data: any number of calls may read it.
         """
         at_once = call.chunk == origin.chunk
-        same = call.steps == origin.steps // origin.count and same_start(origin.lanes, call.lanes)
+        same = call.steps == origin.steps // origin.count and same_start(origin, call)
         if not same or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
@@ -228,7 +219,7 @@ class StateRule:
 
     def close(self) -> None:
         """Judge what the end of the loop shows."""
-        for unit in self.calls.units.values():
+        for unit in self.log.units:
             self._report_starts(unit, FRESH_CHUNKS - 1)
             self._report_wrap(unit)
             for call in unit.last.values():
@@ -236,8 +227,3 @@ class StateRule:
 
     def _add(self, code: str, call: UnitCall, detail: str = "", after: int = 1) -> None:
         self.report(Fault(code, call.instruction.line, detail, after=after))
-
-
-def _has_values(call: UnitCall) -> bool:
-    """Whether a call started from anything but zeros."""
-    return any(bool(state.any()) for state in call.states)
