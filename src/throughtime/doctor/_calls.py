@@ -156,7 +156,6 @@ class Unit:
     in_order: bool = False  # a state entered the next chunk in time
     jumps: bool = False  # a state jumped in time
     repeated: "UnitCall | None" = None  # the last call of several on the same inputs
-    trained: int = 0  # the most calls connected before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
@@ -184,7 +183,6 @@ class UnitCall:
     origin: "UnitCall | None" = None  # the call that its state comes from,
     rows: list[int] | None = None  # the lane in it of each lane,
     edited: bool = False  # and what happened to the state since
-    cloned: bool = False
     has_graph: bool = False
     states: list[Tensor] = field(default_factory=list)  # as they entered, without graph
     outputs: list[Tensor] = field(default_factory=list)  # of its last step, without graph
@@ -327,8 +325,6 @@ class Calls:
         log, unit = self.log, self.units.setdefault(key, Unit(key))
         unit.confirmed |= confirmed
         last = unit.last.get(log.training)
-        if last and last.chunk < log.chunk:
-            unit.trained = max(unit.trained, last.graph_calls)
         call = UnitCall(
             unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch, log.training,
             torch.is_grad_enabled(), lanes, before=last, **facts,
@@ -337,7 +333,7 @@ class Calls:
         behind = latest(root.behind for _, root in pairs)
         origin, is_known = behind.get(unit.key), not any(root.learned for _, root in pairs)
         if is_known and last and _is_copy(states, last.outputs):
-            origin, call.cloned = last, True
+            origin = last
         call.has_graph = any(t.grad_fn and not root.cut for t, root in pairs)
         call.graph_steps = call.steps
         if unit.confirmed:
@@ -354,7 +350,7 @@ class Calls:
             unit.last[call.training] = call
         for root in results:
             root.behind = latest([root.behind, behind, {unit.key: call}])
-            root.learned, root.edited, root.cloned, root.cut = True, False, False, False
+            root.learned, root.edited, root.cut = True, False, False
 
     def _begin(
         self, call: UnitCall, origin: UnitCall | None, states: list[tuple[Tensor, Root]]
@@ -365,7 +361,6 @@ class Calls:
             call.before.before = None
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
-            call.cloned |= all(root.cloned for _, root in states if root.behind)
             if origin.outputs:
                 self._compare(call, origin)
             else:  # by hand

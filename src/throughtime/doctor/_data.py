@@ -27,7 +27,7 @@ Marks = np.ndarray[Any, np.dtype[np.int64]]
 
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
-MAX_ROOTS = 4096  # roots of raw data, and storages after which freed ones are dropped
+MAX_ROOTS = 4096  # roots of raw data
 SAMPLES, MIN_DIFFERENT = 61, 4  # values by which a copy is recognised
 # operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", "reshape",
@@ -35,7 +35,6 @@ MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_di
 JOINS = {"stack", "cat", "concat", "concatenate", "pad_sequence"}
 WRITES = {"__setitem__", "index_copy", "index_copy_"}
 REPLACES = {"copy_", "zero_", "fill_"}  # write all of it
-CLONES = {"clone", "__deepcopy__"}
 # those whose results are an order, and constants
 ORDERS = {"randperm", "arange", "argsort", "sort", "topk"}
 FILLS = {"zeros", "ones", "eye", "full", "empty", "zeros_like", "ones_like", "new_zeros"}
@@ -84,8 +83,7 @@ class Root:
     learned: bool = False  # it depends on a parameter
     # the last recurrent calls that it depends on, by the keys of their units,
     behind: dict[Any, Any] = field(default_factory=dict)
-    edited: bool = False  # what happened to its values since: they were masked or exchanged,
-    cloned: bool = False
+    edited: bool = False  # its values were masked or exchanged since
     cut: bool = False  # the graph between that call and it ended
 
     def index(self, offset: Any) -> list[Any]:
@@ -133,8 +131,6 @@ class RootTable:
         else:
             root.known = bool(marks.any())
         self.roots[storage_of(tensor)] = root
-        if len(self.roots) % MAX_ROOTS == 0:
-            self.drop_freed()
         return root
 
     def drop_freed(self) -> None:
@@ -221,7 +217,6 @@ class RootTable:
         if states and marks is not None:
             root.behind = latest(each.behind for _, each in states)
             root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
-            root.cloned = op.name in CLONES or all(each.cloned for _, each in states)
             root.cut = all(each.cut or not t.requires_grad for t, each in states)
 
     def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:

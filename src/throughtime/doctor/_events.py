@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,6 @@ from throughtime.doctor._graph import (
     base_of,
     behind_copies,
     current_mode,
-    has_hook,
     is_transformed,
     mode_depth,
     next_sequence,
@@ -85,7 +85,7 @@ class LoopEvents(TorchFunctionMode):
         self._watch_until = FIRST_CHUNKS  # at least to this chunk
         self._paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self._thread = threading.get_ident()
-        self._undo: list[Callable[[], Any]] = []
+        self._undo = ExitStack()
         self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
         self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
         self._depth = 0  # modules that run now, one inside the other
@@ -102,7 +102,8 @@ class LoopEvents(TorchFunctionMode):
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
-        self._undo += [hook.remove for hook in hooks]
+        for hook in hooks:
+            self._undo.callback(hook.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
@@ -117,8 +118,7 @@ class LoopEvents(TorchFunctionMode):
         """Stop watching, and remove hooks and wrappers in the opposite order."""
         self.closed = True
         self._pause()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def end(self, error: BaseException | None) -> None:
         """Report what the end of the loop shows."""
@@ -158,7 +158,7 @@ class LoopEvents(TorchFunctionMode):
             return handler(original, *args, **kwargs)
 
         setattr(owner, name, wrapper)
-        self._undo.append(lambda: setattr(owner, name, original))
+        self._undo.callback(setattr, owner, name, original)
 
     @property
     def _ignored(self) -> bool:
@@ -205,7 +205,7 @@ class LoopEvents(TorchFunctionMode):
             self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
             if module.training is not past.rstrip("s").endswith("t"):
                 self._watch()
-        elif log.chunk < FIRST_CHUNKS:
+        else:
             self._inner.add(module)
         if isinstance(module, nn.RNNBase):  # also while operations are not recorded
             self._resume()
@@ -250,9 +250,7 @@ class LoopEvents(TorchFunctionMode):
     def _instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
         key = id(frame.f_code), frame.f_lasti
-        if key not in self._instructions:
-            self._instructions[key] = Instruction(frame.f_code, line_in(frame))
-        return self._instructions[key]
+        return self._instructions.setdefault(key, Instruction(frame.f_code, line_in(frame)))
 
     def _record(self, op: Operation, frame: FrameType, is_direct: bool) -> None:
         name, log = op.name, self.log
@@ -366,8 +364,8 @@ class LoopEvents(TorchFunctionMode):
             )
 
     def _explain(self, message: str, roots: list[Any], backward: Backward) -> None:
-        faults = (explain(self.log, message, root, backward) for root in roots if root)
-        self.findings.add(next(filter(None, faults), None))
+        for root in filter(None, roots):
+            self.findings.add(explain(self.log, message, root, backward))
 
     def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         # a closure would be the user's loop
@@ -392,7 +390,6 @@ class LoopEvents(TorchFunctionMode):
             number=next_sequence() - 1,
             lacks=not closure and not any(map(_has_values, grads)),
             repeated=bool(grads and before and before.grad and before.grad() is grads[0]),
-            has_hooks=any(map(has_hook, parameters)),
         )
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:

@@ -97,8 +97,8 @@ def variable_path(storage: int, frame: FrameType) -> str:
 
     Of a tensor with a graph in this storage; empty if there is none.
     """
-    is_comprehension = ".0" in frame.f_locals
-    held = [] if is_comprehension else list(frame.f_locals.items())
+    # those of a comprehension are not the loop's
+    held = [] if ".0" in frame.f_locals else list(frame.f_locals.items())
     for path, value in held:
         found = (t.requires_grad and storage_of(t) == storage for t in tensors(value))
         if any(found):

@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -141,10 +142,9 @@ class FindingList:
         if not line or code in self.ignore:
             return
         self.evidence[code, line] += 1
-        if self.evidence[code, line] < after or any(
-            (code, *line) == (known.code, known.file, known.line) for known in self.items
-        ):
+        if self.evidence[code, line] < after:
             return
+        self.evidence[code, line] = -sys.maxsize  # never again
         message, usual_fix = CODES[code]
         finding = Finding(
             code,

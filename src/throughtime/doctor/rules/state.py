@@ -20,7 +20,6 @@ from throughtime.doctor._log import Fault, Log
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
-LONG = 256  # calls in one graph, in training
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
 REPEATS = 4  # calls on the same inputs before it is reported
 CHUNKS = 2  # that show a fault before it is reported
@@ -148,8 +147,6 @@ class StateRule:
     def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
         """The code of a state that does not go on in time; empty if it is no fault."""
         unit, at_once = call.unit, call.chunk == origin.chunk
-        if call.training is False and call.cloned:
-            return ""  # validation starts from a copy, training keeps its state
         if call.training != origin.training:
             return "TT205"
         if self.log.random and call.batch != origin.batch:
@@ -210,10 +207,10 @@ class StateRule:
     # --- the graph
 
     def _report_connected(self, call: UnitCall) -> None:
-        """TT202: a graph that grows, in an evaluation, before any backward or beyond all others."""
+        """TT202: a graph that grows, in an evaluation, before any backward or beyond the last."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
-        longest = 2 * (call.unit.trained or LONG)
-        endless = call.training is False or not self.log.chunk or call.graph_calls > longest
+        longer = call.before and call.graph_calls > 2 * call.before.graph_calls
+        endless = call.training is False or not self.log.chunk or longer
         if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             self._add("TT202", call, f"{call.graph_steps} steps are in one graph.")
 
