@@ -73,7 +73,7 @@ PARTS = {
     "carry": Part(23_933, 20_000, modules=10),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
-    "doctor": Part(20_195, 18_000),
+    "doctor": Part(18_000, 18_000),
     "deploy": Part(13_000, 13_000),
     "integrations": Part(8_000, 8_000),
     "app": Part(24_000, 24_000),
