@@ -156,6 +156,7 @@ class Unit:
     in_order: bool = False  # a state entered the next chunk in time
     jumps: bool = False  # a state jumped in time
     repeated: "UnitCall | None" = None  # the last call of several on the same inputs
+    trained: int = 0  # the most calls in one graph before a backward
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times

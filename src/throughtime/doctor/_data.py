@@ -74,6 +74,7 @@ class Root:
     offset: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dims: list[tuple[int, int]]  # the strides of dimensions that move, the largest first
     alive: Any  # a weak reference to the storage
     version: int
     item: int  # bytes of an element
@@ -90,13 +91,12 @@ class Root:
         """The index of an element, or of a tensor of them."""
         rest = offset - self.offset
         index = [rest - rest] * len(self.shape)
-        for d in sorted(range(len(self.shape)), key=lambda d: -self.strides[d]):
-            if self.shape[d] > 1 and self.strides[d]:
-                index[d], rest = rest // self.strides[d], rest % self.strides[d]
+        for stride, d in self.dims:
+            index[d], rest = divmod(rest, stride)
         return index
 
 
-NOTHING = Root(0, 0, (), (), None, 0, 0, known=False, cut=True)  # of what was not watched
+NOTHING = Root(0, 0, (), (), [], None, 0, 0, known=False, cut=True)  # of what was not watched
 
 
 class RootTable:
@@ -122,9 +122,10 @@ class RootTable:
     def add(self, tensor: Tensor, marks: Marks | None = None) -> Root:
         """A new root for what a tensor holds now; raw data without marks."""
         memory = StorageWeakRef(tensor.untyped_storage())
-        root = Root(next(self.numbers), tensor.storage_offset(), tensor.shape,
-                    tensor.stride(), memory, version_of(tensor), tensor.element_size(),
-                    marks)  # fmt: skip
+        sizes, strides = tensor.shape, tensor.stride()
+        dims = sorted([(n, d) for d, n in enumerate(strides) if n and sizes[d] > 1], reverse=True)
+        root = Root(next(self.numbers), tensor.storage_offset(), sizes, strides, dims, memory,
+                    version_of(tensor), tensor.element_size(), marks)  # fmt: skip
         if marks is None:
             root = self._recognised(tensor, root)
             remember(self.raw, root.number, root, MAX_ROOTS)

@@ -96,13 +96,12 @@ class LoopEvents(TorchFunctionMode):
 
     def open(self) -> None:
         """Install the hooks and wrappers, and watch."""
-        hooks = (
+        for hook in (
             modules.register_module_forward_pre_hook(self._before_module),
             modules.register_module_forward_hook(self._after_module, always_call=True),
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
-        )
-        for hook in hooks:
+        ):
             self._undo.callback(hook.remove)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)

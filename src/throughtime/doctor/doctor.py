@@ -141,7 +141,7 @@ class Doctor:
         """Stop watching; return the events, or `None` if there are none."""
         events, self._events = self._events, None
         _OPEN.clear()
-        if events is not None:
+        if events:
             events.close()
         return events
 

@@ -99,6 +99,7 @@ class StateRule:
             if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
                 self._add("TT210", call)
             for call in unit.last.values():
+                unit.trained = max(unit.trained, call.graph_calls)
                 if call.stepwise:
                     self.report(Fault("TT203", call.stepwise.line, after=CHUNKS))
 
@@ -207,10 +208,9 @@ class StateRule:
     # --- the graph
 
     def _report_connected(self, call: UnitCall) -> None:
-        """TT202: a graph that grows, in an evaluation, before any backward or beyond the last."""
+        """TT202: a graph that grows, in an evaluation, before any backward or beyond all others."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
-        longer = call.before and call.graph_calls > 2 * call.before.graph_calls
-        endless = call.training is False or not self.log.chunk or longer
+        endless = call.training is False or call.graph_calls > 2 * call.unit.trained
         if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             self._add("TT202", call, f"{call.graph_steps} steps are in one graph.")
 
