@@ -100,8 +100,7 @@ def variable_path(storage: int, frame: FrameType) -> str:
     # those of a comprehension are not the loop's
     held = [] if ".0" in frame.f_locals else list(frame.f_locals.items())
     for path, value in held:
-        found = (t.requires_grad and storage_of(t) == storage for t in tensors(value))
-        if any(found):
+        if any(t.requires_grad and storage_of(t) == storage for t in tensors(value)):
             return path if isinstance(value, Tensor) else f"{path}{PART}"
         is_object = hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType))
         if is_object and path.count(".") < MAX_DEPTH:
