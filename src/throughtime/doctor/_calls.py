@@ -138,10 +138,15 @@ def _of_lanes(a: Lane, b: Lane, ends: "dict[Root | None, UnitCall]") -> str:
     return "jump" if moved == {time} and (a.is_whole or a.steps == 1 or a.step) else ""
 
 
-def same_start(a: "UnitCall", b: "UnitCall") -> bool:
-    """Whether every lane known of two chunks begins at the same element."""
+def begins_again(a: "UnitCall", b: "UnitCall") -> bool:
+    """Whether every lane known of a call begins where an earlier one began.
+
+    Not if it is a step on the same input, such as the encoding that a decoder gets at each step.
+    """
     pairs = list(zip(a.lanes or [], b.lanes or [], strict=False))
-    return bool(pairs) and all(x.root is y.root and x.first == y.first for x, y in pairs)
+    is_same_step = b.steps == 1 and all(x.last == y.first for x, y in pairs)
+    same = all(x.root is y.root and x.first == y.first for x, y in pairs)
+    return bool(pairs) and same and not is_same_step
 
 
 @dataclass(eq=False)
@@ -392,7 +397,8 @@ class Calls:
             return True
         if call.model_call == origin.model_call or call.lanes is None:
             return False
-        return call.steps > 1 or call.recording is not origin.recording
+        is_other = call.recording is not origin.recording or begins_again(origin, call)
+        return call.steps > 1 or is_other
 
     def _compare(self, call: UnitCall, origin: UnitCall) -> None:
         """Note the lane of an earlier call whose result each lane has, by its values."""

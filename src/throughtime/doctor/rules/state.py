@@ -11,9 +11,9 @@ from collections.abc import Callable
 from throughtime.doctor._calls import (
     Unit,
     UnitCall,
+    begins_again,
     equal,
     relation,
-    same_start,
 )
 from throughtime.doctor._data import Root, remember
 from throughtime.doctor._log import Fault, Log
@@ -172,8 +172,7 @@ class StateRule:
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return call.repeats > 0
         unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
-        again = order == "again" or (unit.first is not None and same_start(unit.first, call))
-        again = again and not self._is_same_step(origin, call)  # the same input at every step
+        again = order == "again" or (unit.first is not None and begins_again(unit.first, call))
         if call.repeats or (again and unit.in_order):  # or no two chunks were in order so far
             if not call.repeats:
                 self._report_wrap(unit)
@@ -186,19 +185,13 @@ class StateRule:
         if wrap and not unit.jumps:
             self._add("TT208", wrap)
 
-    def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
-        """Whether a cell goes on with the input that it has read last."""
-        pairs = zip(origin.lanes or [], call.lanes or [], strict=False)
-        return call.steps == 1 and all(a.last == b.first for a, b in pairs)
-
     def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
 
         A loader's batch is no pass over the data: any number of calls may read it.
         """
         at_once = call.chunk == origin.chunk
-        same = call.steps == origin.steps // origin.count and same_start(origin, call)
-        if not same or self._is_same_step(origin, call):
+        if call.steps != origin.steps // origin.count or not begins_again(origin, call):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
