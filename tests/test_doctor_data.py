@@ -132,6 +132,11 @@ def test_a_fault_in_front_of_a_layer_is_named_behind_any_front_end(fault: str, f
     assert codes(front, "LSTM", fault) == [FAULTS[fault]]
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_a_chunk_that_is_replayed_is_named_in_any_recurrence(recurrence: str) -> None:
+    assert codes("none", recurrence, "replayed") == ["TT210"]
+
+
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_a_sound_loop_is_not_accused_behind_any_front_end(recurrence: str, front: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from throughtime.doctor._frames import Instruction, SourceLine
 from throughtime.doctor._log import Backward, Change, Close, Event, Fault, Log, WeightStep
+from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.loop import AT, kept, summed
 
 LOSS, CLEAR, CLIP, STEP = (SourceLine("train.py", n) for n in (1, 2, 3, 4))
@@ -88,7 +89,7 @@ def test_tt304_needs_steps_after_forward_passes_without_a_backward() -> None:
 def test_tt306_needs_every_clip_before_the_backward() -> None:
     clip = Change("l", WEIGHTS, CLIP)
     assert codes(step(0), clip, clear(), backward(0), step(1)) == {"TT306"}
-    assert not codes(step(0), clear(), backward(0), clip, step(1))
+    assert not codes(step(0), clip, clear(), backward(0), clip, step(1))
 
 
 @pytest.mark.parametrize("code", ["TT305", "TT307"])
@@ -96,6 +97,15 @@ def test_facts_of_a_step_are_reported_at_its_second_occurrence(code: str) -> Non
     fact = {"TT305": "constructed", "TT307": "evaluating"}[code]
     (fault,) = faults(clear(), backward(0), step(1, **{fact: LOSS}))
     assert (fault.code, fault.line, fault.after) == (code, LOSS, 2)
+
+
+def test_what_may_be_chance_is_a_finding_the_second_time_and_then_no_more() -> None:
+    findings = FindingList((), strict=False)
+    counts = list[int]()
+    for _ in range(4):
+        findings.add(Fault("TT302", CLEAR, after=2))
+        counts.append(len(findings.items))
+    assert counts == [0, 1, 1, 1]
 
 
 def test_tt102_needs_graphs_that_reach_one_chunk_further_at_every_backward() -> None:

@@ -583,6 +583,22 @@ def replayed_windows_from_stored_states() -> None:
         learn(net, mse(head(y), windows[5:, :, :1]))
 
 
+@fault
+def chunks_without_their_last_step_start_anew() -> None:
+    gru = nn.GRU(3, 4)
+    for x in series(60, 2, 3).split(10):
+        y, _ = gru(x[:-1])  # <- TT201
+        learn(gru, y.square().mean())
+
+
+@sound
+def events_of_one_user_in_a_table_of_all() -> None:
+    cell, table, h = nn.GRUCell(3, 4), series(60, 3), torch.zeros(1, 4)
+    for i in (0, 3, 4, 9, 11, 16, 18, 25):
+        h = cell(table[i : i + 1], h.detach())
+        learn(cell, h.square().mean())
+
+
 @sound
 def lanes_shuffled_together_with_their_states() -> None:
     x, net, h, order = series(120, 4, 3), Net(), torch.zeros(1, 4, 8), torch.arange(4)
