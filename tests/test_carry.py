@@ -256,6 +256,25 @@ def test_a_wrong_number_of_features_is_named() -> None:
         net(torch.zeros(5, 2, 4), net.initial_state(2))
 
 
+class DeepTagger(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.GRU(3, 10, 2)
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.GRU(3, 10, 2), DeepTagger])
+def test_a_state_from_a_file_rounds_as_the_one_that_was_carried(kind: Any) -> None:
+    net, x = tt.carry(kind()), torch.randn(300, 2, 3)
+    state = net.initial_state(2, like=x)
+    for chunk in x.split(10):
+        stored = tt.state.map_tensors(
+            lambda leaf: leaf.clone(memory_format=torch.contiguous_format), state
+        )
+        y, state = net(chunk, state)
+        assert torch.equal(net(chunk, stored)[0], y)
+        state = tt.state.detach(state)
+
+
 class Kept(nn.Module):
     """Keeps its state in an attribute, and another one than its cell returns."""
 

@@ -420,13 +420,10 @@ class LayerAdapter(Adapter):
         return self._turned(layer_zeros(self.module, lanes))
 
     def _turned(self, state: State) -> State:
-        """The state with layers and lanes swapped."""
+        """The state with layers and lanes swapped; cuDNN refuses a strided one."""
         if isinstance(self.module, nn.RNNCellBase):
             return state
-        state = trees.map_tensors(lambda leaf: leaf.transpose(0, 1), state)
-        # cuDNN refuses a strided state
-        is_cpu = next(self.module.parameters()).is_cpu
-        return state if is_cpu else trees.map_tensors(Tensor.contiguous, state)
+        return trees.map_tensors(lambda leaf: leaf.transpose(0, 1).contiguous(), state)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         layer, outputs = self.module, list[Tensor]()

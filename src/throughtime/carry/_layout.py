@@ -147,7 +147,8 @@ class LaneDim(NamedTuple):
             return leaf.squeeze(0)
         leaf = leaf.movedim(0, self.dim)
         leaf = leaf.flatten(self.dim, self.dim + 1) if self.rows > 1 else leaf
-        return leaf if leaf.is_cpu else leaf.contiguous()  # cuDNN refuses a strided state
+        # cuDNN refuses a strided state, and a CPU rounds otherwise with one that a file gave back
+        return leaf.contiguous()
 
 
 @dataclass(frozen=True)
