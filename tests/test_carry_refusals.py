@@ -165,10 +165,11 @@ class Hidden(nn.Module):
 
 
 def test_a_module_with_hooks_keeps_no_graph_after_its_forward() -> None:
-    net = tt.carry(Hidden())
-    net(torch.randn(5, 2, 3), net.initial_state(2))
+    x = torch.randn(5, 2, 3)
+    net = tt.carry(Hidden(), x)
+    net(x, net.initial_state(2))
     copy.deepcopy(net)  # refused by torch while a graph hangs on the module
-    tt.testing.check_carry(net)
+    tt.testing.check_carry(net, x)
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (9, 2), (5, 1), (2, 5)])
@@ -188,12 +189,12 @@ STATES = {  # of another structure, or of other layers: it would start from zero
     ("leaf", "state"), [(leaf, state) for leaf, states in STATES.items() for state in states]
 )
 def test_a_state_of_another_structure_is_refused_showing_both(leaf: str, state: Any) -> None:
-    net = tt.carry(nn.LSTM(3, 4) if leaf == "0" else Hidden())
-    net.initial_state(2)
+    x = torch.randn(5, 2, 3)
+    net = tt.carry(nn.LSTM(3, 4) if leaf == "0" else Hidden(), x)
     with pytest.raises(
         StateError, match=rf"the state has the leaves .*this net carries .*'{leaf}': \(2, 1, 4\)"
     ):
-        net(torch.randn(5, 2, 3), state)
+        net(x, state)
 
 
 class Nesting(nn.Module):
@@ -269,7 +270,7 @@ def test_a_module_that_computes_otherwise_with_gradients_is_carried(
     module_of: Callable[[], nn.Module],
 ) -> None:
     x, net = inputs(7, 2), tt.carry(module_of().double())
-    y, _ = net(x, net.initial_state(2))
+    y, _ = net(x, net.initial_state(2, like=x))
     assert (in_chunks(net, x, (3, 4))[0] - y).abs().max() < EXACT
     layer = next(part for part in net.modules() if isinstance(part, nn.GRU))
     assert (layer(2 * x)[0] - y).abs().max() < EXACT
@@ -350,4 +351,5 @@ def test_a_parameter_called_initial_state_is_no_method() -> None:
             super().__init__()
             self.initial_state = nn.Parameter(torch.zeros(1))
 
-    assert tt.carry(Learns()).initial_state(2)["layer"][0].shape == (2, 1, 4)
+    net = tt.carry(Learns(), torch.zeros(2, 1, 3))
+    assert net.initial_state(2)["layer"][0].shape == (2, 1, 4)

@@ -40,7 +40,7 @@ def test_outputs_are_those_of_the_module_and_the_inputs_of_the_same_step(
     y, after = net(x, net.initial_state(2))
     changes, expected = plain(x, plain.initial_state(2))
     assert torch.equal(y, changes + x[..., columns])
-    assert torch.equal(after["0"], expected["0"])
+    assert torch.equal(after["module"]["0"], expected["0"])
     before = changes[1:] + x[:-1, ..., columns]
     assert not torch.allclose(y[1:], before)
 

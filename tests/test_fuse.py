@@ -141,7 +141,7 @@ def test_resets_inside_the_call_are_those_of_torch_nn_between_calls(row: Row) ->
     resets[7] = True  # one of them at the first step of a chunk
     # a module that hides its layers shows how it calls them
     everything(net, x, torch.zeros_like(resets))
-    assert net.adapter.takes_resets() == (row.name in WHOLE)
+    assert net.adapter.takes_resets == (row.name in WHOLE)
     (y, state, grads), (expected, end, full) = (everything(n, x, resets) for n in (net, plain))
     assert (y - expected).abs().max() < EXACT
     assert states_apart(state, end) < EXACT

@@ -20,7 +20,7 @@ from strategies import (
     weights,
 )
 from throughtime.carry import Carried
-from throughtime.errors import LawError, ModelError
+from throughtime.errors import LawError
 from throughtime.testing import check_carry
 
 LAWS = [
@@ -137,17 +137,3 @@ def test_check_carry_fails_where_resets_do_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Carried, "forward", forward)
     with pytest.raises(LawError, match=r"^reset: a lane that is reset"):
         check_carry(named("lstm").net(), inputs(28, 3))
-
-
-def test_check_carry_asks_for_inputs_that_it_cannot_guess() -> None:
-    with pytest.raises(ModelError, match=r"give check_carry some inputs \(T, B, D\)"):
-        check_carry(_Alone().double())
-
-
-class _Alone(nn.Module):
-    def initial_state(self, lanes: int) -> Tensor:
-        return torch.zeros(lanes, 1, dtype=torch.float64)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        sums = state + x.cumsum(0)
-        return sums, sums[-1]

@@ -205,7 +205,7 @@ def _trace(setting: Setting) -> Numbers:
 def _laws_of_carrying(setting: Setting) -> Numbers:
     """The laws raise where they are broken."""
     for make in NETS.values():
-        check_carry(setting.net(make))
+        check_carry(setting.net(make), next(iter(setting.stream())).inputs)
     check_no_leak(setting.stream(), setting.net(NETS["nn.LSTM"]))
     return []
 

@@ -41,7 +41,6 @@ from throughtime.carry._layout import (
     OutputLayout,
     Path,
     items_at,
-    shapes_of,
 )
 from throughtime.carry._trial import weight_of
 from throughtime.errors import ModelError
@@ -62,10 +61,13 @@ class Adapter:
         unpack: returns the items of several outputs from what `run` returns, in which they lie
             side by side; None for a single one.
         base: what the user says about a module that trials measure; None for a known one.
+        takes_resets: whether `run` applies resets itself.
+        zero_start: whether recordings start from a state of zeros.
     """
 
     base: "Convention | None" = None
     unpack: Callable[[Tensor], Any] | None = None
+    takes_resets, zero_start = False, True
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -83,38 +85,6 @@ class Adapter:
         """
         del resets
         return self.module(x), state
-
-    def takes_resets(self) -> bool:
-        """Whether `run` applies resets itself."""
-        return False
-
-    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
-        """What the module's forward gets if one call of it runs a whole chunk, else None.
-
-        Args:
-            x: inputs `(T, B, ...)`.
-            state: passed on, unless hooks set the states of the module's layers.
-        """
-        del x, state
-        return None
-
-    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
-        """The outputs `(T, B, C)` in the layout of the module, which is that of its forward.
-
-        Args:
-            result: the tensor of outputs that the forward computed.
-            x: its inputs `(T, B, ...)`.
-        """
-        del x
-        return result
-
-    def starts_from_zeros(self) -> bool:
-        """Whether recordings start from a state of zeros."""
-        return True
-
-    def leaf_names(self, state: State) -> list[str]:
-        """The names of the state's tensors: the module's own, or `h` and `c` of torch's layers."""
-        return [*shapes_of(state)]
 
 
 @dataclass(frozen=True)
@@ -210,6 +180,7 @@ class ModuleAdapter(Adapter):
     def __init__(self, module: nn.Module, convention: Convention, x: Tensor) -> None:
         super().__init__(module)
         self.convention, self.example = convention, torch.zeros_like(x[:1, :1])
+        self.zero_start = convention.start is None
         is_row = convention.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
         self._hooks = LayerHooks(module, convention.layers)
@@ -221,6 +192,12 @@ class ModuleAdapter(Adapter):
         self._hooks.remove()
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
+        """What the module's forward gets if one call of it runs a whole chunk, else None.
+
+        Args:
+            x: inputs `(T, B, ...)`.
+            state: passed on, unless hooks set the states of the module's layers.
+        """
         c, outputs = self.convention, self.convention.outputs[0]
         own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
         if c.unit != "chunk" or any(own) or c.order != outputs.order:
@@ -232,20 +209,8 @@ class ModuleAdapter(Adapter):
         return (*c.arrange(x), state) if is_pair else None
 
     def read_outputs(self, result: Any, x: Tensor) -> Tensor:
+        """The outputs `(T, B, C)` in the tensor that the forward computed from `(T, B, ...)`."""
         return replace(self.convention.outputs[0], path=()).read(result, *x.shape[:2])
-
-    def starts_from_zeros(self) -> bool:
-        return self.convention.start is None
-
-    def leaf_names(self, state: State) -> list[str]:
-        c = self.convention
-        if c.context or not c.layers:
-            return super().leaf_names(state)
-        return [
-            f"{name}.{leaf}"
-            for name, part in state.items()
-            for leaf in "hc"[: len(trees.tensors(part))]
-        ]
 
     # ------------------------------------------------------------ the start
 
@@ -437,11 +402,9 @@ class LayerAdapter(Adapter):
             outputs.append(state if isinstance(state, Tensor) else state[0])
         return torch.stack(outputs), state
 
+    @property
     def takes_resets(self) -> bool:
         return isinstance(self.module, Recurrent)
-
-    def leaf_names(self, state: State) -> list[str]:
-        return [*"hc"[: len(trees.tensors(state))]]
 
 
 def layer_zeros(module: nn.Module, lanes: int) -> State:

@@ -165,20 +165,6 @@ def sample_inputs(
     return sample if weight is None else sample.to(weight.dtype)
 
 
-def guessed_inputs(module: nn.Module) -> Tensor | None:
-    """Inputs for the first layer of a module that declares what it takes; None if none does."""
-    weight = weight_of(module)
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):
-            tokens = torch.arange(STEPS * LANES, device=part.weight.device) % part.num_embeddings
-            return tokens.view(STEPS, LANES)
-        features = getattr(part, "input_size", None) or getattr(part, "in_features", None)
-        if isinstance(features, int):
-            x = random_normal((STEPS, LANES, features), 0)
-            return x if weight is None else x.to(weight)
-    return None
-
-
 def long_steps(steps: int, module: nn.Module) -> int:
     """Steps that show lags within a call: those of a chunk, or the reach of convolutions."""
     return min(max(steps, 2 * (reach_of(module) + 1)), MAX_STEPS)

@@ -10,7 +10,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,15 +21,17 @@ from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
 from throughtime.carry._calls import Adapter, Convention, ModuleAdapter
+from throughtime.carry._inside import RECURRENT
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._trial import guessed_inputs, is_sharded
+from throughtime.carry._trial import is_sharded
 from throughtime.carry.layers import (
     adapter_for,
     prepared,
 )
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError, counted
 from throughtime.nn import fuse
+from throughtime.nn.affine import Difference
 from throughtime.state import State
 
 WRAPPED = "module."  # the child of a carried net, and that of DistributedDataParallel
@@ -86,8 +88,8 @@ class Carried(nn.Module):
 
         Args:
             lanes: B.
-            like: inputs `(T, B, D)`; needed before the first chunk by a module of the user's
-                whose first layer does not declare what it takes: trials show what its state is.
+            like: inputs `(T, B, D)`; needed before the first chunk by a module of the user's:
+                trials show what its state is.
 
         Returns:
             A state tree, lanes first. It has a graph if the module learns its initial state.
@@ -98,13 +100,6 @@ class Carried(nn.Module):
         """
         if like is not None:
             self.prepare(like)
-        try:
-            return self.adapter.initial_state(lanes)
-        except MISFIT_ERRORS:  # it is not known yet, or what the module says is not all
-            if (guess := guessed_inputs(self.module)) is None:
-                raise
-        with suppress(*MISFIT_ERRORS):  # it may take other inputs
-            self.prepare(guess)
         return self.adapter.initial_state(lanes)
 
     def prepare(self, x: Tensor) -> None:
@@ -135,7 +130,11 @@ class Carried(nn.Module):
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""
-        return self.adapter.leaf_names(state)
+        known, prefix = {"module": "state"}, WRAPPED * (1 + isinstance(self.module, Difference))
+        for name, part in self.named_modules():
+            if isinstance(part, RECURRENT):
+                known |= {name: f"{name}.h", f"{name}.0": f"{name}.h", f"{name}.1": f"{name}.c"}
+        return [known.get(n, n).removeprefix(prefix) for n in shapes_of({"module": state})]
 
     def forward(
         self, x: Tensor, state: State = None, resets: Tensor | None = None
@@ -181,7 +180,7 @@ class Carried(nn.Module):
         adapter = self.adapter
         try:
             split = (not x.is_cpu and cudnn_rules(x)) or (
-                resets is not None and not adapter.takes_resets()
+                resets is not None and not adapter.takes_resets
             )
             y, after = (self._run_split if split else self._run)(x, state, resets)
         except MISFIT_ERRORS as error:

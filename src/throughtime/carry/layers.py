@@ -64,27 +64,11 @@ class StatelessAdapter(Adapter):
     """A child of a chain that carries nothing: it runs on all steps at once."""
 
     base = Convention(batch_first=False)
-
-    def takes_resets(self) -> bool:
-        return True
-
-
-class DifferenceAdapter(Adapter):
-    """Difference: its state is that of its module, which `link` calls."""
-
-    def __init__(self, module: Difference, link: Adapter) -> None:
-        super().__init__(module)
-        self.link = link
-        self.initial_state, self.takes_resets = link.initial_state, link.takes_resets
-        self.starts_from_zeros, self.leaf_names = link.starts_from_zeros, link.leaf_names
-
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        changes, after = self.link.run(x, state, resets)
-        return self.module.restore(changes, x), after
+    takes_resets = True
 
 
 class ChainAdapter(Adapter):
-    """nn.Sequential: the outputs of each child are the inputs of the next.
+    """nn.Sequential: the outputs of each child are the inputs of the next; and Difference.
 
     The state is a dict by the child's name. A child of the user's is carried by the search for any
     module; it has no state if it is shown to compute each step of each lane alone.
@@ -93,22 +77,18 @@ class ChainAdapter(Adapter):
         ModelError: nothing in it carries a state.
     """
 
-    def __init__(self, module: nn.Sequential, links: Mapping[str, Adapter]) -> None:
+    def __init__(self, module: nn.Module, links: Mapping[str, Adapter]) -> None:
         super().__init__(module)
-        self.children, self.links = (*module,), links
+        self.children, self.links = (*module._modules.values(),), links
+        self.takes_resets = all(link.takes_resets for link in links.values())
         if all(isinstance(link, StatelessAdapter) for link in links.values()):
             raise ModelError(
-                "none of the modules in this nn.Sequential carries a state; nothing to carry"
+                f"none of the modules in this nn.{type(module).__name__} carries a state; nothing"
+                " to carry"
             )
 
     def initial_state(self, lanes: int) -> State:
         return {name: link.initial_state(lanes) for name, link in self.links.items()}
-
-    def leaf_names(self, state: State) -> list[str]:
-        return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
-
-    def takes_resets(self) -> bool:
-        return all(link.takes_resets() for link in self.links.values())
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         if (*self.module._modules.values(),) != self.children:
@@ -116,10 +96,10 @@ class ChainAdapter(Adapter):
                 "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
                 " tt.carry(module)"
             )
-        after: dict[str, State] = {}
+        y, after = x, dict[str, State]()
         for name, link in self.links.items():
-            x, after[name] = link_outputs(name, link, x, state[name], resets)
-        return x, after
+            y, after[name] = link_outputs(name, link, y, state[name], resets)
+        return (self.module.restore(y, x) if type(self.module) is Difference else y), after
 
 
 def link_outputs(
@@ -144,20 +124,20 @@ def adapter_for(module: nn.Module, base: Convention, name: str = "") -> Adapter:
     """The adapter of a module before its first inputs."""
     if base != Convention(batch_first=base.batch_first):
         return UnknownAdapter(module, base)
+    kind: Any = type(module)
     # not the forward of a subclass
-    home = getattr(type(module).forward, "__module__", None) or ""  # of a class without a file
+    home = getattr(kind.forward, "__module__", None) or ""  # of a class without a file
     if isinstance(module, RECURRENT) and home.startswith(("torch.nn.", "throughtime.nn.")):
         if getattr(module, "bidirectional", False):
             raise bidirectional_error(name or type(module).__name__)
         return LayerAdapter(module)
-    if type(module) is Standardise:
+    if kind is Standardise:
         return StandardiseAdapter(module)
-    if type(module) is Difference:
-        return DifferenceAdapter(module, adapter_for(module.module, base, name))
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+    is_chain = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
+    if is_chain or kind is Difference:
         links: dict[str, Adapter] = {}
         # named_children leaves out the second position of a module
-        for key, child in zip(module._modules, module, strict=True):
+        for key, child in vars(module)["_modules"].items():
             is_stateless = all(
                 type(m).__module__.startswith(("torch.", Affine.__module__))
                 and not isinstance(m, (*RECURRENT, Standardise, Difference))
@@ -181,8 +161,6 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
         ModelError: no way of calling the module obeys the laws.
     """
     steps = max(steps, len(x))
-    if isinstance(adapter, DifferenceAdapter):
-        return DifferenceAdapter(adapter.module, prepared(adapter.link, x, steps))
     if isinstance(adapter, ChainAdapter):
         return _prepared_chain(adapter, x, steps)
     if adapter.base is None or (link and type(adapter.module) in STEPWISE):

@@ -34,7 +34,7 @@ from torch._C._autograd import _profiler_enabled as profiler_enabled  # as torch
 from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 
-from throughtime.carry._calls import LayerAdapter
+from throughtime.carry._calls import LayerAdapter, ModuleAdapter
 from throughtime.carry.carried import Carried
 from throughtime.carry.layers import ChainAdapter, StatelessAdapter
 from throughtime.kernels.dispatch import active_torch_modes
@@ -218,11 +218,13 @@ def require_structure(net: Carried, inputs: Tensor) -> Structure:
     Raises:
         UnknownError: the net has none; the text names what is in the way.
     """
-    if isinstance(net.adapter, ChainAdapter):
-        return _read_chain(net.adapter)
-    if isinstance(net.adapter, LayerAdapter):
+    adapter = net.adapter
+    if isinstance(adapter, ChainAdapter) and isinstance(net.module, nn.Sequential):
+        return _read_chain(adapter)
+    if isinstance(adapter, LayerAdapter):
         return _structure([TensorCall(net.module)], Guards(), True)
-    arguments = net.adapter.forward_arguments(inputs[:1], ())
+    is_measured = isinstance(adapter, ModuleAdapter)
+    arguments = adapter.forward_arguments(inputs[:1], ()) if is_measured else None
     if arguments is None:
         raise UnknownError(
             f"the state of {type(net.module).__name__}, which is not that of its layers alone,"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
-from throughtime.carry._calls import Adapter, LayerAdapter
+from throughtime.carry._calls import Adapter, LayerAdapter, ModuleAdapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.layers import ChainAdapter
 from throughtime.carry.structure import Around, Guards, Structure, is_foreign, structure_of
@@ -109,7 +109,8 @@ def _parts(
 
     def run_front(x: Tensor) -> Tensor:
         steps_and_lanes = x.shape[:2]
-        x = x if chain is not None else (adapter.forward_arguments(x, ()) or (x,))[0]
+        is_class = isinstance(adapter, ModuleAdapter)
+        x = (adapter.forward_arguments(x, ()) or (x,))[0] if is_class else x
         for operation in around[0]:
             x = operation(x)
             if chain is not None and x.shape[:2] != steps_and_lanes:
@@ -120,7 +121,7 @@ def _parts(
         y = y.transpose(0, 1) if batch_first[1] else y
         for operation in around[1]:
             y = operation(y)
-        return adapter.read_outputs(y, x)
+        return adapter.read_outputs(y, x) if isinstance(adapter, ModuleAdapter) else y
 
     return Parts(
         adapter,
@@ -132,7 +133,7 @@ def _parts(
         run_front if around[0] else None,
         bool(structure.argument),
         any(hasattr(part, "p") for module in tail for part in module.modules()),
-        adapter.starts_from_zeros(),
+        adapter.zero_start,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from throughtime._device import real_type
 from throughtime.carry._laws import LAWS, Law, difference, measured
-from throughtime.carry._trial import copy_of, guessed_inputs, sample_inputs
+from throughtime.carry._trial import copy_of, sample_inputs
 from throughtime.carry.carried import Carried, carry, device_of
 from throughtime.errors import LawError, ModelError
 
@@ -24,7 +24,7 @@ RESET_CAUSE = (
 
 def check_carry(
     net: nn.Module,
-    inputs: Tensor | None = None,
+    inputs: Tensor,
     *,
     chunks: tuple[int, ...] = (1, 7, 2, 13, 5),
     tolerance: float = 1e-12,
@@ -39,7 +39,7 @@ def check_carry(
     Args:
         net: a module, or the result of `tt.carry`.
         inputs: `(T, B, D)` on any device, at least 2 steps; of one lane, rows are drawn from it for
-            three. Default: random, for the first layer that declares what it takes.
+            three.
         chunks: lengths of the chunks, repeated or cut to fill T.
         tolerance: largest deviation allowed, relative to the largest output and at least absolute.
 
@@ -49,13 +49,14 @@ def check_carry(
     Raises:
         LawError: a law is broken, or no way of calling the module obeys them all; the message says
             which, by how much and the usual cause.
-        ModelError: inputs are needed, or the module cannot be copied.
+        ModelError: the module cannot be copied.
 
     Cost: some fifteen forward passes and three backward passes over T steps.
 
     Example:
         >>> import torch, throughtime as tt
-        >>> [law.name for law in tt.testing.check_carry(torch.nn.LSTM(3, 8))][:4]
+        >>> laws = tt.testing.check_carry(torch.nn.LSTM(3, 8), torch.randn(28, 2, 3))
+        >>> [law.name for law in laws][:4]
         ['repeat', 'value', 'inputs', 'memory']
     """
     twin = copy_of(net)
@@ -65,17 +66,11 @@ def check_carry(
             " a copy"
         )
     carried = carry(twin.eval())
-    x = guessed_inputs(carried) if inputs is None else inputs
-    if x is None:
-        raise ModelError(
-            "no layer of the module declares how many features it takes; give check_carry some"
-            " inputs (T, B, D)"
-        )
     if real_type(device_of(carried)) != torch.float64:
         carried = carried.cpu()
-    x, steps = x.to(device_of(carried)), sum(chunks) if inputs is None else len(x)
-    if inputs is None or x.shape[1] == 1:
-        x = sample_inputs(x, 3, steps)
+    x = inputs.to(device_of(carried))
+    if x.shape[1] == 1:
+        x = sample_inputs(x, 3, len(x))
     try:
         carried.prepare(x)  # in its own dtype, for the rounding that it has there
     except ModelError as refused:
@@ -84,7 +79,7 @@ def check_carry(
     torch.set_default_dtype(torch.float64)
     try:
         x = x.double() if x.is_floating_point() else x
-        return _measured(carried.double(), x, _fill(chunks, steps), tolerance)
+        return _measured(carried.double(), x, _fill(chunks, len(x)), tolerance)
     finally:
         torch.set_default_dtype(default)
 
