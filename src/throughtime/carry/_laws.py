@@ -26,16 +26,16 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
+from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter, Convention
 from throughtime.carry._inside import attributes, get_attributes
-from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
+from throughtime.carry._layout import MisfitError, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
     Snapshot,
@@ -263,12 +263,13 @@ def measured(
         y, end = runs(x)
         scale = 1 + float(y.detach().abs().max())
         laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
+    c = getattr(adapter, "convention", Convention())
     laws |= {
         "random": lambda: _start_difference(runs),
         "kept": lambda: kept_difference(runs, x),
         "long": lambda: _long_difference(runs, long, scale),
-        "start": lambda: _own_difference(runs, x),
-        "last": lambda: _last_difference(runs, long),
+        "start": lambda: _own_difference(runs, x, c.unit),
+        "last": lambda: _own_difference(runs, long, "chunk") if c.unit == "last" else 0.0,
     }
     for name in names:
         try:
@@ -297,14 +298,12 @@ def _of_any(
     first, state = runs(early)
     before = trees.map_leaves(torch.clone, trees.detach(state))
     second, last = runs(late, *lengths[1:], state=state)
-    changes: dict[int, Tensor] = {}
 
+    @cache
     def changed(lane: int) -> Tensor:
         """By how much another input of a lane in the middle changes each output `(T, B)`."""
-        if lane not in changes:
-            y, _ = runs(changed_inputs(x, middle, lane))
-            changes[lane] = (y.detach() - outputs).abs().reshape(*y.shape[:2], -1).amax(2)
-        return changes[lane]
+        y, _ = runs(changed_inputs(x, middle, lane))
+        return (y.detach() - outputs).abs().reshape(*y.shape[:2], -1).amax(2)
 
     def alone(*lanes: int) -> float:
         index = torch.tensor(lanes, device=x.device)
@@ -357,9 +356,9 @@ def _credit(runs: Runs, x: Tensor, lengths: list[int], limit: float) -> float:
         y, z = (runs(x, *chunks)[0] for chunks in ((), lengths))
         if not leaves or not (y.requires_grad and z.requires_grad):
             return 0.0
-        c = getattr(runs.adapter, "convention", None)
+        c = getattr(runs.adapter, "convention", Convention())
         # what a step detaches gets no gradient at all
-        if c is not None and c.unit != "chunk" and cuts_credit(runs, x, lengths[0], limit):
+        if c.unit != "chunk" and cuts_credit(runs, x, lengths[0], limit):
             return math.inf
         return gradient_difference(y, z, leaves)
     except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
@@ -411,39 +410,36 @@ def _long_difference(runs: Runs, x: Any, scale: float) -> float:
     return difference(y, z) * scale / (1 + float(y.abs().max()))
 
 
-def _own_difference(runs: Runs, x: Tensor) -> float:
-    """The difference from the author's own call without a state, if that is possible."""
+def _own_difference(runs: Runs, x: Any, unit: str) -> float:
+    """The difference from the author's own call without a state, if that is possible.
+
+    Args:
+        runs: of the module.
+        x: inputs.
+        unit: of the author's call; it is longer than in use where a chunk gives the last outputs.
+    """
     adapter, c = runs.adapter, runs.adapter.convention
-    if c.start not in (None, OWN, ZEROS) and not c.attributes:
+    is_same, is_said = unit == c.unit, c.start not in (None, OWN, ZEROS) and not c.attributes
+    if c.call or (is_said and is_same):
         return 0.0  # the user says it, or the author in a method for that
-    x, calls = x if c.unit == "chunk" else x[:1], list[Any]()
+    x, calls = x if unit == "chunk" else x[:1], list[Any]()
     for start in (None, c.start) if c.start == ZEROS else (c.start,):
-        with suppress(Exception):  # it needs a state
-            calls = calls or [runs.own(x, start, c.unit) for _ in range(2)]
+        with suppress(*[Exception] * is_same):  # it needs a state
+            calls = calls or [runs.own(x, start, unit) for _ in range(2)]
     if not calls:
         return 0.0
     y, end = runs(x)
     try:
-        rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
+        rows = [(adapter.read(own, y), c.lanes.lanes_first(state)) for own, state in calls]
     except MisfitError:
         if c.context:
             return 0.0  # its first steps alone have fewer outputs: it needs the zeros
-        raise
+        if is_same:
+            raise
+        y = y[-1:]
+        rows = [(adapter.read(own, y), c.lanes.lanes_first(state)) for own, state in calls]
     own = _difference(runs, rows[0], (y, end[STATE] if c.context else end))
     return max(difference(*rows), own)
-
-
-def _last_difference(runs: Runs, x: Any) -> float:
-    c = runs.adapter.convention
-    if c.unit != "last" or c.context or c.call:
-        return 0.0
-    (result, own), (z, end) = runs.own(x, c.start, "chunk"), runs(x)
-    y = item_at(result, c.outputs[0].path)
-    # all outputs, or the last
-    fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
-    fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-    z = min(fits, key=partial(difference, y), default=z)
-    return _difference(runs, (y, c.lanes.lanes_first(own)), (z, end))
 
 
 def _difference(runs: Runs, y: State, z: State) -> float:

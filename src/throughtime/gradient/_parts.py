@@ -109,8 +109,8 @@ def _parts(
 
     def run_front(x: Tensor) -> Tensor:
         steps_and_lanes = x.shape[:2]
-        is_class = isinstance(adapter, ModuleAdapter)
-        x = (adapter.forward_arguments(x, ()) or (x,))[0] if is_class else x
+        own = adapter.forward_arguments(x, ()) if isinstance(adapter, ModuleAdapter) else None
+        x = (own or (x,))[0]
         for operation in around[0]:
             x = operation(x)
             if chain is not None and x.shape[:2] != steps_and_lanes:
