@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ _setting = threading.RLock()  # held while attributes of a module hold the state
 PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
 UNITS = ("chunk", "step", "last")
 OWN = "what the module itself starts from"
+Ran: TypeAlias = tuple[Tensor, State]  # outputs, and the state after them
 
 
 class Adapter:
@@ -77,13 +78,12 @@ class Adapter:
         del lanes
         return ()
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, *_: Tensor) -> Ran:
         """Map `x` `(T, B, ...)` to outputs `(T, B, C)` and the final state.
 
-        `resets` `(T, B)` are true where a lane starts a recording; they are passed only if
-        `takes_resets` is true.
+        If `takes_resets` is true, a third argument may be resets `(T, B)`, true where a lane starts
+        a recording.
         """
-        del resets
         return self.module(x), state
 
 
@@ -184,12 +184,9 @@ class ModuleAdapter(Adapter):
         is_row = convention.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
         self._hooks = LayerHooks(module, convention.layers)
+        self.close = self._hooks.remove
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._hooks.remove()
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         """What the module's forward gets if one call of it runs a whole chunk, else None.
@@ -285,8 +282,7 @@ class ModuleAdapter(Adapter):
 
     # ------------------------------------------------------------ calls
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        del resets
+    def run(self, x: Tensor, state: State, *_: Tensor) -> Ran:
         context = self.convention.context
         if not context:
             return self._run(x, state, 0)
@@ -294,7 +290,7 @@ class ModuleAdapter(Adapter):
         y, after = self._run(x, state[STATE], context)
         return y, {PAST: x[-context:].transpose(0, 1), STATE: after}
 
-    def _run(self, x: Tensor, state: State, before: int) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State, before: int) -> Ran:
         """Outputs and state after the steps `x`, of which those `before` are of the past."""
         c, after = self.convention, self.convention.lanes.to_module(state)
         outputs: list[Tensor] = []
@@ -390,12 +386,12 @@ class LayerAdapter(Adapter):
             return state
         return trees.map_tensors(lambda leaf: leaf.transpose(0, 1).contiguous(), state)
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         layer, outputs = self.module, list[Tensor]()
         if isinstance(layer, nn.RNNBase):
-            options = [x] if resets is None else [x, resets]
-            x, *resets_ = [t.transpose(0, 1) for t in options] if layer.batch_first else options
-            y, after = layer(x, self._turned(state), *resets_)
+            if layer.batch_first:
+                x, *resets = (t.transpose(0, 1) for t in (x, *resets))
+            y, after = layer(x, self._turned(state), *resets)
             return y.transpose(0, 1) if layer.batch_first else y, self._turned(after)
         for step in x.unbind(0):  # indexing would have a gradient for all of x at each step
             state = layer(step, state)

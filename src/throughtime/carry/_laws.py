@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter, Convention
+from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter, Convention, Ran
 from throughtime.carry._inside import attributes, get_attributes
 from throughtime.carry._layout import MisfitError, shapes_of
 from throughtime.carry._trial import (
@@ -178,22 +178,20 @@ class Runs:
         module: a copy; its modes are changed.
         lanes: B.
         training: the modes of all parts, to run in training, with dropout and random numbers
-            replaced by constants; None for evaluation.
+            replaced by constants; none for evaluation.
     """
 
     def __init__(
-        self, adapter: Any, module: nn.Module, lanes: int, training: dict[str, bool] | None
+        self, adapter: Any, module: nn.Module, lanes: int, training: Sequence[bool] = ()
     ) -> None:
-        self.adapter, self.module, self.is_training = adapter, module, training is not None
+        self.adapter, self.module, self.is_training = adapter, module, bool(training)
         set_modes(module, training)
         self.restore = Snapshot(module).restore  # puts attributes, buffers and modes back
         # of a call: in training, dropout and random numbers are constants
-        self.randomness = ConstantRandomness if training is not None else nullcontext[None]
+        self.randomness = ConstantRandomness if training else nullcontext[None]
         self.starts = [adapter.initial_state(lanes) for _ in range(2)]
 
-    def __call__(
-        self, x: Tensor, *chunks: int, state: State = (), restore: bool = True
-    ) -> tuple[Tensor, State]:
+    def __call__(self, x: Tensor, *chunks: int, state: State = (), restore: bool = True) -> Ran:
         """Outputs and the final state; in one call unless lengths of chunks are given.
 
         In training each call starts from the same buffers, which it may change for itself: a step
@@ -239,7 +237,7 @@ def measured(
     *,
     chunks: Sequence[int] = (3, 4),
     tolerance: float | None = None,
-    training: dict[str, bool] | None = None,
+    training: Sequence[bool] = (),
     long: Tensor | None = None,
 ) -> Iterator[Law]:
     """The laws, one by one, so that a caller may stop at the first that is broken.
@@ -364,7 +362,7 @@ def _credit(runs: Runs, x: Tensor, lengths: list[int], limit: float) -> float:
     except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
         if not runs.is_training:
             raise
-        return _credit(Runs(runs.adapter, runs.module, x.shape[1], None), x, lengths, limit)
+        return _credit(Runs(runs.adapter, runs.module, x.shape[1]), x, lengths, limit)
 
 
 def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:

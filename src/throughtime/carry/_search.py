@@ -58,13 +58,13 @@ from throughtime.carry._layout import (
 from throughtime.carry._trial import (
     LANES,
     LONG_STEPS,
+    MAX_STEPS,
     STEPS,
     Snapshot,
     copy_of,
-    long_steps,
-    modes_of,
     perturb,
     quiet,
+    reach_of,
     sample_inputs,
     set_modes,
     weight_of,
@@ -124,7 +124,7 @@ class Twin:
     def bound(self, c: Convention) -> Generator[ModuleAdapter]:
         """The copy, called by a convention, in evaluation mode."""
         self._snapshot.restore()
-        set_modes(self.module, None)
+        set_modes(self.module, ())
         adapter = ModuleAdapter(self.module, c, self._example)
         try:
             yield adapter
@@ -179,7 +179,8 @@ class Search:
         """The first convention that obeys every law on every twin; None if there is none."""
         with quiet(self.x.device):
             snapshot = Snapshot(self.module)
-            self.modes, self.twins = modes_of(self.module), twins_of(self.module, self.x)
+            self.modes = [m.training for m in self.module.modules()]
+            self.twins = twins_of(self.module, self.x)
             try:
                 # a module may be made for a number of lanes, or for one
                 for lanes in dict.fromkeys((LANES, self.x.shape[1], 1)):
@@ -490,23 +491,22 @@ class Search:
 
         Also on the module's own weights, if it cannot be copied.
         """
-        lanes, is_training = x.shape[1], self.modes.get("", False)
-        steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
         is_second = twin is self.twins[:2][-1]
-        names = ["random", *MEASURED, "kept"]
-        names += ["long"] * (is_second and steps > STEPS)
-        names += ["start", "last"] * is_second
-        if is_training or not is_second:
+        is_training = is_second and self.modes[0]
+        # those of a chunk, or the reach of convolutions
+        steps = max(self._steps, LONG_STEPS * self._is_link, 2 * (reach_of(twin.module) + 1), STEPS)
+        long = twin.inputs(x.shape[1], min(steps, MAX_STEPS))
+        names = ["random", *MEASURED, "kept", *("long", "start", "last") * is_second]
+        if self.modes[0] or not is_second:
             names.remove("credit")  # in training, if that is how the module is used
-        long = twin.inputs(lanes, steps)
         with twin.bound(c) as bound:
             yield from measured(bound, twin.module, x, names, long=long)
-        if not (is_training and is_second):
+        if not is_training:
             return
-        names, training = [*MEASURED, "last"], self.modes
+        names = [*MEASURED, "last"]
         try:
             with twin.bound(c) as bound:
-                yield from measured(bound, twin.module, x, names, training=training, long=long)
+                yield from measured(bound, twin.module, x, names, training=self.modes, long=long)
         except CALL_ERRORS as error:
             text = f"{type(error).__name__}: {error}".split("\n")[0]
             yield Law("repeat", math.nan, 0.0, text, training=True)

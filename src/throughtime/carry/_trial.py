@@ -113,16 +113,11 @@ class Snapshot:
                 buffer.data = value.clone()  # a graph may hold what is unchanged
 
 
-def modes_of(module: nn.Module) -> dict[str, bool]:
-    """The training mode of every part, by name."""
-    return {name: part.training for name, part in module.named_modules()}
-
-
-def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
-    """Set the training mode of every part; None is evaluation. torch's own dropout is off."""
-    for name, part in module.named_modules():
-        part.training = training is not None and training.get(name, False)
-        if isinstance(part, nn.RNNBase) and training is not None:
+def set_modes(module: nn.Module, training: Sequence[bool]) -> None:
+    """Set the training mode of every part; none is evaluation. torch's own dropout is off."""
+    for i, part in enumerate(module.modules()):
+        part.training = bool(training) and training[i]
+        if isinstance(part, nn.RNNBase) and training:
             part.dropout = 0.0  # a random number generator inside the operator
 
 
@@ -163,11 +158,6 @@ def sample_inputs(
     noise, spread = random_normal(sample.shape, 3).to(sample), sample.std()
     sample = noise * scale if scale else sample + noise * (spread * 0.5 if spread > 0 else 1)
     return sample if weight is None else sample.to(weight.dtype)
-
-
-def long_steps(steps: int, module: nn.Module) -> int:
-    """Steps that show lags within a call: those of a chunk, or the reach of convolutions."""
-    return min(max(steps, 2 * (reach_of(module) + 1)), MAX_STEPS)
 
 
 def reach_of(module: nn.Module) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._calls import Adapter, Convention, ModuleAdapter
+from throughtime.carry._calls import Adapter, Convention, ModuleAdapter, Ran
 from throughtime.carry._inside import RECURRENT
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
@@ -179,31 +179,31 @@ class Carried(nn.Module):
             )
         adapter = self.adapter
         try:
-            split = (not x.is_cpu and cudnn_rules(x)) or (
-                resets is not None and not adapter.takes_resets
-            )
-            y, after = (self._run_split if split else self._run)(x, state, resets)
+            flags = [] if resets is None else [resets]
+            split = (not x.is_cpu and cudnn_rules(x)) or (flags and not adapter.takes_resets)
+            y, after = (self._run_split if split else self._run)(x, state, *flags)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
         return (y if adapter.unpack is None else adapter.unpack(y)), after
 
-    def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         """One call. The state keeps its dtypes under autocast: bfloat16 loses bits over hours."""
-        y, after = self.adapter.run(x, state, resets)
+        y, after = self.adapter.run(x, state, *resets)
         if torch.is_autocast_enabled(x.device.type):
             after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
         return y, after
 
-    def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+    def _run_split(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
         steps = x.shape[0]
-        reset_steps = set[int]() if resets is None else set(reset_positions(resets))
+        reset_steps = {step for flags in resets for step in reset_positions(flags)}
         limit = CUDNN_STEPS if cudnn_rules(x) else steps
         outputs: list[Tensor] = []
         for first, last in pairwise([*sorted({0, *reset_steps}), steps]):
-            if resets is not None and first in reset_steps:
-                state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[first])
+            if first in reset_steps:
+                start = self.initial_state(x.shape[1], like=x)
+                state = trees.reset(state, start, resets[0][first])
             for part in x[first:last].split(limit):
                 y, state = self._run(part, state)
                 outputs.append(y)
@@ -216,12 +216,12 @@ class Carried(nn.Module):
             DataError: the inputs have another width than the net.
             StateError: the state has other leaves than this net's.
         """
-        if isinstance(error, ThroughtimeError) and not isinstance(error, ModelError):
+        if isinstance(error, ThroughtimeError):
             return
         weights = [*self.module.parameters()]
         own, width = x.shape[-1], next((w.shape[-1] for w in weights if w.dim() == 2), 0)
-        is_measured = isinstance(self.adapter, ModuleAdapter) or isinstance(error, ModelError)
-        if x.is_floating_point() and width not in (0, own) and not is_measured:
+        is_known = not isinstance(self.adapter, ModuleAdapter)
+        if x.is_floating_point() and width not in (0, own) and is_known:
             raise DataError(
                 f"the inputs have {counted(own, 'feature')} in each step, the net expects"
                 f" {width}: write inputs of shape (..., {width})"

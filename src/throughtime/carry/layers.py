@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from throughtime.carry._calls import Adapter, Convention, LayerAdapter, ModuleAdapter
+from throughtime.carry._calls import Adapter, Convention, LayerAdapter, ModuleAdapter, Ran
 from throughtime.carry._inside import RECURRENT
 from throughtime.carry._refusal import bidirectional_error, refusal
 from throughtime.carry._search import Search
@@ -55,8 +55,7 @@ class StandardiseAdapter(Adapter):
     def initial_state(self, lanes: int) -> State:
         return self.module.initial_state(lanes)
 
-    def run(self, x: Tensor, state: State, resets: Any = None) -> Any:
-        del resets
+    def run(self, x: Tensor, state: State, *_: Tensor) -> Ran:
         return self.module(x, state)
 
 
@@ -90,7 +89,7 @@ class ChainAdapter(Adapter):
     def initial_state(self, lanes: int) -> State:
         return {name: link.initial_state(lanes) for name, link in self.links.items()}
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         if (*self.module._modules.values(),) != self.children:
             raise ModelError(
                 "a module of this nn.Sequential was replaced after tt.carry; carry it again: net ="
@@ -98,19 +97,17 @@ class ChainAdapter(Adapter):
             )
         y, after = x, dict[str, State]()
         for name, link in self.links.items():
-            y, after[name] = link_outputs(name, link, y, state[name], resets)
+            y, after[name] = link_outputs(name, link, y, state[name], *resets)
         return (self.module.restore(y, x) if type(self.module) is Difference else y), after
 
 
-def link_outputs(
-    name: str, link: Adapter, x: Tensor, state: State, resets: Tensor | None = None
-) -> tuple[Tensor, State]:
+def link_outputs(name: str, link: Adapter, x: Tensor, state: State, *resets: Tensor) -> Ran:
     """What a child of a chain makes of inputs.
 
     Raises:
         ModelError: it has another number of steps or lanes.
     """
-    y, after = link.run(x, state, resets)
+    y, after = link.run(x, state, *resets)
     if y.shape[:2] != x.shape[:2]:
         raise ModelError(
             f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)},"
@@ -188,7 +185,7 @@ def _prepared_chain(chain: ChainAdapter, x: Tensor, steps: int) -> ChainAdapter:
             links[name] = link = prepared(before, x, steps, name)
             snapshot = Snapshot(link.module)
             try:
-                set_modes(link.module, None)
+                set_modes(link.module, ())
                 with torch.no_grad():
                     x, _ = link_outputs(name, link, x, link.initial_state(LANES))
             finally:
