@@ -86,7 +86,8 @@ def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(wh
     net = tt.carry(nn.Sequential(HidesLayer(dropout=0.5), frozen := nn.Dropout(0.5)).double())
     net.train()
     frozen.eval()
-    net(inputs(3, 1), net.initial_state(1))[0].sum().backward()
+    x = inputs(3, 1)
+    net(x, net.initial_state(1, like=x))[0].sum().backward()
     before, weight, random = gradients(net), weights(net), torch.get_rng_state()
     EVALUATIONS[which](net)
     assert [name for name, m in net.named_modules() if not m.training] == ["module.1"]

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -188,26 +188,19 @@ class ModuleAdapter(Adapter):
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
 
-    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
-        """What the module's forward gets if one call of it runs a whole chunk, else None.
+    @property
+    def takes_state(self) -> bool | None:
+        """Whether forward has the state as its second argument; False if hooks set it in layers.
 
-        Args:
-            x: inputs `(T, B, ...)`.
-            state: passed on, unless hooks set the states of the module's layers.
+        None if a chunk is not one call of the forward, whose results are outputs and state.
         """
         c, outputs = self.convention, self.convention.outputs[0]
         own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
-        if c.unit != "chunk" or any(own) or c.order != outputs.order:
-            return None
-        if not c.arguments:
-            return c.arrange(x) if outputs.path == () else None
         second = tuple(p.name for p in parameters_of(self.module.forward)[1:2])
-        is_pair = second == c.arguments and (outputs.path, c.result) == ((0,), (1,))
-        return (*c.arrange(x), state) if is_pair else None
-
-    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
-        """The outputs `(T, B, C)` in the tensor that the forward computed from `(T, B, ...)`."""
-        return replace(self.convention.outputs[0], path=()).read(result, *x.shape[:2])
+        ways = ((), (), ()), ((0,), second, (1,))
+        is_plain = c.unit == "chunk" and not any(own) and c.order == outputs.order
+        is_plain = is_plain and (outputs.path, c.arguments, c.result) in ways
+        return bool(c.arguments) if is_plain else None
 
     # ------------------------------------------------------------ the start
 
@@ -389,9 +382,8 @@ class LayerAdapter(Adapter):
     def run(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         layer, outputs = self.module, list[Tensor]()
         if isinstance(layer, nn.RNNBase):
-            if layer.batch_first:
-                x, *resets = (t.transpose(0, 1) for t in (x, *resets))
-            y, after = layer(x, self._turned(state), *resets)
+            x, *flags = (t.transpose(0, 1) if layer.batch_first else t for t in (x, *resets))
+            y, after = layer(x, self._turned(state), *flags)
             return y.transpose(0, 1) if layer.batch_first else y, self._turned(after)
         for step in x.unbind(0):  # indexing would have a gradient for all of x at each step
             state = layer(step, state)

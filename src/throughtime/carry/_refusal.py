@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
+from dataclasses import replace
 
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -85,7 +86,9 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     context = 0 if search.base.context or search.base.call else reach_of(module)
     line, nearest = "", _nearest(search)
     if context:
-        other = search.again(context)
+        base = replace(search.base, context=context)
+        other = Search(module, search.x, base, search.steps, is_link=search.is_link)
+        other.began = search.began  # the time that is left
         line, after = f"context={context}" * (other.find() is not None), _nearest(other)
         nearest = after if after.law and after.law.name == "start" else nearest
     law = nearest.law

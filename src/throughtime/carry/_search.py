@@ -168,7 +168,7 @@ class Search:
         self, module: nn.Module, x: Tensor, base: Convention, steps: int, *, is_link: bool = False
     ) -> None:
         self.module, self.x, self.base = module, x, base
-        self._steps, self._is_link = steps, is_link
+        self.steps, self.is_link = steps, is_link
         self.failures: list[Failure] = []
         self.choices: list[Outputs] = []  # more than one where the user must choose
         self.began, self._is_reported = time.thread_time(), False
@@ -199,13 +199,6 @@ class Search:
             finally:
                 snapshot.restore()
         return None
-
-    def again(self, context: int) -> "Search":
-        """The same search with a context, in the time that is left."""
-        base = replace(self.base, context=context)
-        other = Search(self.module, self.x, base, self._steps, is_link=self._is_link)
-        other.began = self.began
-        return other
 
     def _note(
         self,
@@ -440,7 +433,7 @@ class Search:
             if not c.is_inside or c.context:
                 return c
             is_plain = (c.unit, c.order, c.drop) == ("chunk", TIME_FIRST, False)
-            if self._is_link and is_plain and isinstance(result, Tensor):
+            if self.is_link and is_plain and isinstance(result, Tensor):
                 return replace(c, scratch=())  # nobody will restore it
             raise MisfitError(
                 "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
@@ -480,7 +473,7 @@ class Search:
                         return self._note(c, law=memory if is_unread else law)
             except CALL_ERRORS as error:
                 return self._note(c, 1.5, error)
-        is_stateless = self._is_link and c.is_inside and not (c.lanes.dims or c.context)
+        is_stateless = self.is_link and c.is_inside and not (c.lanes.dims or c.context)
         for law in () if is_stateless else live.values():
             if not law.holds:
                 return self._note(c, law=law)
@@ -494,7 +487,7 @@ class Search:
         is_second = twin is self.twins[:2][-1]
         is_training = is_second and self.modes[0]
         # those of a chunk, or the reach of convolutions
-        steps = max(self._steps, LONG_STEPS * self._is_link, 2 * (reach_of(twin.module) + 1), STEPS)
+        steps = max(self.steps, LONG_STEPS * self.is_link, 2 * (reach_of(twin.module) + 1), STEPS)
         long = twin.inputs(x.shape[1], min(steps, MAX_STEPS))
         names = ["random", *MEASURED, "kept", *("long", "start", "last") * is_second]
         if self.modes[0] or not is_second:

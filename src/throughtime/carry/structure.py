@@ -199,38 +199,25 @@ class Structure(NamedTuple):
         return self.operations[:first], self.operations[stop:]
 
 
-def structure_of(net: Carried, inputs: Tensor) -> Structure | None:
-    """The structure of a net; None for one of other parts, or whose forward may do something else.
-
-    Args:
-        net: made by `tt.carry`, and prepared.
-        inputs: `(T, B, ...)`, of which a step is looked at.
-    """
-    try:
-        return require_structure(net, inputs)
-    except UnknownError:
-        return None
-
-
-def require_structure(net: Carried, inputs: Tensor) -> Structure:
-    """As `structure_of`.
+def structure_of(net: Carried) -> Structure:
+    """The structure of a net, made by `tt.carry` and prepared.
 
     Raises:
-        UnknownError: the net has none; the text names what is in the way.
+        UnknownError: the net has other parts, or its forward may do something else; the text names
+            what is in the way.
     """
     adapter = net.adapter
     if isinstance(adapter, ChainAdapter) and isinstance(net.module, nn.Sequential):
         return _read_chain(adapter)
     if isinstance(adapter, LayerAdapter):
         return _structure([TensorCall(net.module)], Guards(), True)
-    is_measured = isinstance(adapter, ModuleAdapter)
-    arguments = adapter.forward_arguments(inputs[:1], ()) if is_measured else None
-    if arguments is None:
+    takes_state = adapter.takes_state if isinstance(adapter, ModuleAdapter) else None
+    if takes_state is None:
         raise UnknownError(
             f"the state of {type(net.module).__name__}, which is not that of its layers alone,"
         )
     try:
-        return _read_forward(net.module, takes_state=len(arguments) == 2)
+        return _read_forward(net.module, takes_state=takes_state)
     except Exception as error:  # of any kind: a symbol does not have what a tensor has
         if isinstance(error, UnknownError) and error.args:
             raise

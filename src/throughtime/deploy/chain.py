@@ -31,7 +31,7 @@ from throughtime.carry.structure import (
     TensorCall,
     UnknownError,
     layer_states,
-    require_structure,
+    structure_of,
 )
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import BY_MODE, Cell
@@ -220,7 +220,7 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     with torch.no_grad():
         net.prepare(inputs)
         try:
-            structure = require_structure(net, inputs)
+            structure = structure_of(net)
         except UnknownError as error:
             raise _refusal(str(error)) from error
         translator = _Translator({child: name for name, child in net.module.named_modules()})

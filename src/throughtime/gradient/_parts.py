@@ -15,7 +15,14 @@ from throughtime._device import fork_rng
 from throughtime.carry._calls import Adapter, LayerAdapter, ModuleAdapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.layers import ChainAdapter
-from throughtime.carry.structure import Around, Guards, Structure, is_foreign, structure_of
+from throughtime.carry.structure import (
+    Around,
+    Guards,
+    Structure,
+    UnknownError,
+    is_foreign,
+    structure_of,
+)
 from throughtime.gradient.segment import preserve_rng_and_buffers, tolerance
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
@@ -69,9 +76,12 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
         net: made by `tt.carry`.
         inputs: of some steps, for a trial of a module of the user's.
     """
-    structure = None if isinstance(net.adapter, LayerAdapter) else structure_of(net, inputs)
-    around = None if structure is None else structure.around_layers()
-    if structure is None or around is None:
+    try:
+        structure = structure_of(net)
+    except UnknownError:
+        return None
+    around = structure.around_layers()
+    if around is None or isinstance(net.adapter, LayerAdapter):
         return None
     if not all(isinstance(layer, Recurrent) for layer in structure.layers):
         return None
@@ -109,8 +119,7 @@ def _parts(
 
     def run_front(x: Tensor) -> Tensor:
         steps_and_lanes = x.shape[:2]
-        own = adapter.forward_arguments(x, ()) if isinstance(adapter, ModuleAdapter) else None
-        x = (own or (x,))[0]
+        x = adapter.convention.arrange(x)[0] if isinstance(adapter, ModuleAdapter) else x
         for operation in around[0]:
             x = operation(x)
             if chain is not None and x.shape[:2] != steps_and_lanes:
@@ -121,7 +130,8 @@ def _parts(
         y = y.transpose(0, 1) if batch_first[1] else y
         for operation in around[1]:
             y = operation(y)
-        return adapter.read_outputs(y, x) if isinstance(adapter, ModuleAdapter) else y
+        result = (y,) if structure.argument else y
+        return adapter.read(result, x) if isinstance(adapter, ModuleAdapter) else y
 
     return Parts(
         adapter,
