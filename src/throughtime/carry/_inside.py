@@ -143,9 +143,8 @@ class LayerHooks:
         get = self.module.get_submodule
         if not call.after or any(get(name) is not part for name, part in self._layers.items()):
             raise ModelError(
-                f"none of the recurrent layers {[*self._layers]} ran in"
-                f" {type(self.module).__name__}.forward: they were replaced after tt.carry (carry"
-                " it again), or are not used"
+                f"none of the layers {[*self._layers]} ran in {type(self.module).__name__}.forward:"
+                " they were replaced after tt.carry (carry it again), or are not used"
             )
         return result
 
@@ -157,8 +156,7 @@ class LayerHooks:
             if torch._C._current_graph_task_id() != -1:
                 raise ModelError(
                     f"layer '{name}' is run again inside a backward pass, by activation"
-                    " checkpointing: its carried state is gone by then. Let forward(x, state)"
-                    " return (y, state), so that the state is an argument of what is checkpointed."
+                    " checkpointing: its state is gone. Let forward(x, state) return (y, state)"
                 )
             return None
         x, *states = *args, *(kwargs.pop(key) for key in ("input", "hx") if key in kwargs)

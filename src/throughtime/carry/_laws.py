@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,92 +49,80 @@ from throughtime.state import State
 SINGLE = 1e-6  # the rounding of a computation in float32, relative
 
 
-class Sentences(NamedTuple):
-    """What a module does that breaks a law, and what to change."""
-
-    broken: str
-    advice: str
-
-
-# The later the broken one is, the nearer is the way.
-LAWS: dict[str, Sentences] = {
-    "last": Sentences(
-        "steps one by one do not end where one call of the whole sequence ends",
-        "It was made for whole sequences: attention, pooling or a convolution over all steps"
-        " cannot be carried. Let forward(x, state) return (y, state) for each step",
+# What a module does that breaks a law, up to the first dot, and what to change. The later the law,
+# the nearer is the way.
+LAWS = {
+    "last": (
+        "steps one by one do not end where one call of the whole sequence ends. It was made for"
+        " whole sequences: attention, pooling or a convolution over all steps cannot be carried."
+        " Let forward(x, state) return (y, state) for each step"
     ),
-    "repeat": Sentences(
-        "two equal calls in evaluation mode give different outputs",
-        "Random numbers: give functional dropout training=self.training. A counter in an attribute,"
-        " or in an object of another class: let forward(x, state) return (y, state) with it",
+    "repeat": (
+        "two equal calls in evaluation mode give different outputs. Random numbers: give"
+        " functional dropout training=self.training. A counter: let forward(x, state) return (y,"
+        " state) with it"
     ),
-    "value": Sentences(
-        "a call changes the state that it gets, in place",
-        "Return a new state instead of writing into the one that came in",
+    "value": (
+        "a call changes the state that it gets, in place. Return a new state instead of writing"
+        " into the one that came in"
     ),
-    "inputs": Sentences(
-        "its outputs do not depend on its inputs",
-        "Check what forward computes from its inputs",
+    "inputs": (
+        "its outputs do not depend on its inputs. Check what forward computes from its inputs"
     ),
-    "causal": Sentences(
-        "an input changes the outputs of earlier steps",
-        "A stream has no future: attention over all steps, a layer that runs backwards,"
-        " normalisation over time or a convolution that looks ahead cannot be carried. Use what"
-        " has passed only",
+    "causal": (
+        "an input changes the outputs of earlier steps. A stream has no future: attention over all"
+        " steps, a layer that runs backwards, a mean over time or a convolution that looks ahead"
+        " cannot be carried. Use what has passed only"
     ),
-    "lanes": Sentences(
-        "the inputs of one lane change another lane",
-        "Lanes are independent recordings. If the module takes the other order of time and batch,"
-        " write tt.carry(module, batch_first=True) or batch_first=False; if it reshapes time into"
-        " the batch or normalises over the batch, let each lane be computed alone",
+    "lanes": (
+        "the inputs of one lane change another lane. Lanes are independent recordings. If the"
+        " module takes the other order of time and batch, write tt.carry(module, batch_first=True)"
+        " or batch_first=False; if it reshapes time into the batch or normalises over the batch,"
+        " let each lane be computed alone"
     ),
-    "shape": Sentences(
-        "the shape of its state changes from call to call",
-        "A state is stored, reset and exported: give it a fixed size, such as the last N steps,"
-        " with zeros before the first",
+    "shape": (
+        "the shape of its state changes from call to call. Give it a fixed size, such as the last"
+        " N steps, with zeros before the first"
     ),
-    "whole": Sentences(
-        "chunks with the state carried do not give what one call gives",
-        "Something is kept outside the state, or is not kept: past steps of a convolution (write"
-        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or"
-        " normalisation over time, a variable of forward, a state after dropout. Let forward(x,"
-        " state) return (y, state) with all that it needs; dropout belongs on outputs",
+    "whole": (
+        "chunks with the state carried do not give what one call gives. Something is kept outside"
+        " the state, or is not kept: past steps of a convolution (write tt.carry(module,"
+        " context=STEPS)), attention over the steps of a call, a sum or normalisation over time, a"
+        " variable of forward, a state after dropout. Let forward(x, state) return (y, state) with"
+        " all that it needs; dropout belongs on outputs"
     ),
-    "memory": Sentences(
-        "its outputs do not depend on the state that it gets",
-        "If the module has a memory, say where: tt.carry(module, call=lambda m, x, state: (y,"
-        " state)). If it has none, there is nothing to carry",
+    "memory": (
+        "its outputs do not depend on the state that it gets. If the module has a memory, say"
+        " where: tt.carry(module, call=lambda m, x, state: (y, state)). If it has none, there is"
+        " nothing to carry"
     ),
-    "credit": Sentences(
-        "no gradient, or a part of it, flows through the state to the chunk before",
-        "The module detaches its state. Remove .detach(), .data or no_grad() from its forward, or"
-        " give a spike a surrogate gradient: tt.updates cuts the gradient where its policy says,"
-        " and keeps memory flat",
+    "credit": (
+        "no gradient, or a part of it, flows through the state to the chunk before. The module"
+        " detaches its state. Remove .detach(), .data or no_grad() from its forward, or give a"
+        " spike a surrogate gradient: tt.updates cuts the gradient where its policy says"
     ),
-    "kept": Sentences(
+    "kept": (
         "what it returns depends on attributes beside its state, which calls change, or calls"
-        " change a number",
-        "It keeps a part of its state in attributes, or counts its calls. Let forward(x, state)"
-        " return (y, state) with all of it, or keep all of it in attributes, a count of steps as a"
-        " tensor (lanes,). Remove a count that nothing reads",
+        " change a number. Let forward(x, state) return (y, state) with all of its state, or keep"
+        " all of it in attributes, a count of steps as a tensor (lanes,). Remove a count that"
+        " nothing reads"
     ),
-    "random": Sentences(
+    "random": (
         "two recordings start from different states: its start is random, or what an earlier call"
-        " has left in attributes",
-        "Give it one that is fixed, and set attributes to it, such as to None, before tt.carry",
+        " has left in attributes. Give it one that is fixed, and set attributes to it, such as to"
+        " None, before tt.carry"
     ),
-    "start": Sentences(
+    "start": (
         "it gives other outputs, or gradients, for no state than from the start that was tried, or"
-        " its start is random",
-        "Its recordings start from something that no layer shows: give the module a method"
-        " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda m, lanes:"
-        " ...). With context=, pad the inputs once, by all its steps, and no layer inside",
+        " its start is random. Give the module a method initial_state(lanes) that returns its"
+        " start, or write tt.carry(module, start=lambda m, lanes: ...). With context=, pad the"
+        " inputs once, by all its steps, and no layer inside"
     ),
-    "long": Sentences(
-        "long chunks with the state carried do not give what one call gives",
-        "A call reads steps that are further back than its state: keep the past of a convolution,"
-        " tt.carry(module, context=STEPS) with (kernel_size - 1) * dilation, or let forward(x,"
-        " state) return (y, state) with all that it needs",
+    "long": (
+        "long chunks with the state carried do not give what one call gives. A call reads steps"
+        " that are further back than its state: keep the past of a convolution, tt.carry(module,"
+        " context=STEPS) with (kernel_size - 1) * dilation, or let forward(x, state) return (y,"
+        " state) with all that it needs"
     ),
 }
 # Measured on any adapter

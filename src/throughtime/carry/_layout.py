@@ -112,8 +112,7 @@ class OutputLayout:
             if y.numel() != steps * size:
                 raise MisfitError(
                     f"it returned outputs of shape {tuple(y.shape)} for {steps} steps of {lanes}"
-                    " lanes, expected one output per step; the stream's mask selects those that"
-                    " count in the loss"
+                    " lanes, expected one output per step"
                 )
             t, b = min(t, 1), 1 - min(t, 1)
             y = y.reshape(*((lanes, steps) if t else (steps, lanes)), *self.features)
@@ -246,8 +245,8 @@ def _lane_dim(name: str, counts: list[int], shapes: list[tuple[int, ...]]) -> La
         raise StateError(
             f"state leaf '{name}' has shape {' and '.join(map(str, shapes))} for"
             f" {' and '.join(map(str, counts))} lanes: expected exactly one dimension equal to the"
-            " number of lanes. A value shared by all lanes cannot be reset for one lane; give it a"
-            " lane dimension, or make it a buffer."
+            " number of lanes. Give a value that all lanes share such a dimension, or make it a"
+            " buffer."
         )
     return dims[0]
 

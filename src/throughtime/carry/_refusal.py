@@ -117,7 +117,7 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
             " is measured with other lengths, lanes or states. Mend that, or carry it in"
             " evaluation mode if it is one of training: tt.carry(module.eval(), x)."
         )
-    what, advice = LAWS[law.name]
+    what, _, advice = LAWS[law.name].partition(". ")
     kinds, text = BATCH_NORMS if law.training else CONVOLUTIONS
     is_over_time = law.name in OVER_TIME or (law.training and law.name == "lanes")
     for path, part in reversed([*module.named_modules()]):

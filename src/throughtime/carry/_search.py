@@ -372,9 +372,9 @@ class Search:
             leaves = others or leaves
             for _, value in trees._by_path(result):
                 if not isinstance(value, (Tensor, int, float, str, type(None))):
+                    kind = type(value).__name__
                     raise MisfitError(
-                        f"it returns a {type(value).__name__}, which may be the outputs: write the"
-                        " call, or name a tensor, tt.carry(module, output=...)"
+                        f"it returns a {kind}: name the outputs, tt.carry(module, output=...)"
                     )
         else:
             keys = c.output if isinstance(c.output, list) else [c.output]
@@ -387,8 +387,8 @@ class Search:
         if not layouts or (c.several and None in fits):
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"
-                f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step in"
-                " what is to be the outputs: let forward(x, state) return one"
+                f" for {x.shape[0]} steps of {x.shape[1]} lanes, without one output per step: let"
+                " forward(x, state) return one"
             )
         if c.output is not None and layouts[0].path[:1] in zip(c.result):
             raise MisfitError("the outputs are not the state")
@@ -438,10 +438,8 @@ class Search:
             raise MisfitError(
                 "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
                 " arguments or attributes: there is nothing to carry, as in attention over steps,"
-                " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
-                " return (y, state), or write tt.carry(module, call=..., start=...). A module that"
-                " takes the other order of time and batch: tt.carry(module, batch_first=True) or"
-                " False"
+                " or it is a variable of forward. Let forward(x, state) return (y, state), write"
+                " tt.carry(module, call=..., start=...), or try batch_first=True or False"
             )
         states = {x.shape[1]: state}
         if x.shape[1] > 1:

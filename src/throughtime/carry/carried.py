@@ -165,9 +165,8 @@ class Carried(nn.Module):
         lanes = x.shape[1]
         if state is None:
             raise StateError(
-                "the state is None; the first chunk is not special: start from"
-                f" net.initial_state(lanes={lanes}). Write y, state = net(x,"
-                f" net.initial_state(lanes={lanes})), then net(x, state)"
+                f"the state is None: write y, state = net(x, net.initial_state(lanes={lanes})),"
+                " then net(x, state)"
             )
         for leaf in trees.tensors(state):
             if leaf.shape[:1] != (lanes,):
@@ -328,10 +327,8 @@ def carry(
     is_module = isinstance(module, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_module or isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
-            f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted. Of a"
-            " class make an object:"
-            " tt.carry(Net()). Of a function make the forward of a module: class Net(nn.Module)"
-            " with def forward(self, x, state), which returns (y, state)"
+            f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted:"
+            " tt.carry(Net()), with def forward(self, x, state), which returns (y, state)"
         )
     if fused:
         fuse(module)
@@ -340,9 +337,8 @@ def carry(
     refuse_wrappers(module)
     if isinstance(call, str):
         raise ModelError(
-            "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
-            f" m.{call}(x, state), start=lambda m, lanes: ...), where call returns (outputs, next"
-            " state) for a step (B, ...) or a chunk (T, B, ...)"
+            f"write the call: tt.carry(module, call=lambda m, x, state: m.{call}(x, state),"
+            " start=lambda m, lanes: ...), which returns (outputs, next state)"
         )
     begin = None if start is None else (start,)
     base = Convention(inputs, output, call, context, batch_first, begin)
@@ -402,18 +398,15 @@ def refuse_wrappers(net: nn.Module) -> None:
         for base in type(module).__mro__:
             if base.__name__ in WRAPPERS and base.__module__.startswith("torch."):
                 raise ModelError(
-                    f"'{name or 'net'}' is wrapped in {base.__name__}: it adds gradients up at"
-                    " every backward pass, and ranks that reset at other steps make other numbers"
-                    " of them. The ranks of tt.updates (torchrun --nproc-per-node N) add gradients"
-                    " up themselves, once per update. Hand the bare module: net ="
-                    " tt.carry(wrapped.module)"
+                    f"'{name or 'net'}' is wrapped in {base.__name__}, which adds gradients up at"
+                    " every backward pass; tt.updates does so once per update (torchrun"
+                    " --nproc-per-node N). Hand the bare module: net = tt.carry(wrapped.module)"
                 )
 
 
 def _lanes_error(state: State, lanes: int) -> StateError:
     name, shape = next(item for item in shapes_of(state).items() if item[1][:1] != (lanes,))
     return StateError(
-        f"state leaf '{name}' has shape {shape}, the chunk has {lanes} lanes, and lanes come first."
-        " A state belongs to one batch layout; take tt.state.select(state, lanes) or"
-        f" net.initial_state(lanes={lanes})."
+        f"state leaf '{name}' has shape {shape}, the chunk has {lanes} lanes, and lanes come first:"
+        f" take tt.state.select(state, lanes) or net.initial_state(lanes={lanes})."
     )

@@ -40,10 +40,8 @@ class UnknownAdapter(Adapter):
     def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise StateError(
             f"how {type(self.module).__name__} is called, and the layout of its state, is not known"
-            " yet: call net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)."
-            " It is found by trials on a copy, which is impossible while torch compiles or exports,"
-            " and for weights that are spread over ranks: do that before, and before"
-            " fully_shard(net)"
+            " yet: call net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs),"
+            " before torch compiles or exports it, and before fully_shard(net)"
         )
 
     initial_state = run  # pyright: ignore[reportAssignmentType]
@@ -111,8 +109,8 @@ def link_outputs(name: str, link: Adapter, x: Tensor, state: State, *resets: Ten
     if y.shape[:2] != x.shape[:2]:
         raise ModelError(
             f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)},"
-            " expected one output per step and lane. A carried recurrent layer returns its outputs"
-            " only: drop a module that picks them out of a tuple, or the last step."
+            " expected one output per step and lane: drop a module that picks them out of a tuple"
+            " of a layer, or the last step"
         )
     return y, after
 

@@ -92,8 +92,7 @@ def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) 
     """
     laws = [*measured(carried.adapter, carried.module, x, chunks=chunks, tolerance=tolerance)]
     laws.append(Law("reset", _check_reset(carried, x), laws[0].tolerance))
-    causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
-    return obeyed(laws, causes | {"reset": RESET_CAUSE})
+    return obeyed(laws, LAWS | {"reset": RESET_CAUSE})
 
 
 def obeyed(laws: list[Law], causes: Mapping[str, str]) -> list[Law]:
