@@ -150,7 +150,7 @@ def test_state_of_other_lanes_is_refused_naming_the_leaf(row: Row) -> None:
     with pytest.raises(
         StateError,
         match=(
-            rf"state leaf '{first}' has shape \(4, .*the chunk has 2"
+            rf"leaves .*'{first}': \(4, .*the chunk 2"
             r" lanes.*initial_state\(lanes=2\)"
         ),
     ):

@@ -308,12 +308,12 @@ class ModuleAdapter(Adapter):
         items = self.convention.outputs
         parts = y.split([math.prod(item.features) for item in items], -1)
         rows = [
-            part.reshape(*y.shape[:-1], *item.features)
+            (item.path[-1], part.reshape(*y.shape[:-1], *item.features))
             for item, part in zip(items, parts, strict=True)
         ]
-        named = {y.path[-1]: part for y, part in zip(items, rows, strict=True) if y.path}
+        named = dict(rows)
         is_named = len(named) == len(rows) and {*map(type, named)} == {str}
-        return named if is_named else tuple(rows)
+        return named if is_named else tuple(part for _, part in rows)
 
     def _invoke(self, x: Tensor, state: Any, before: int = 0) -> tuple[Any, State]:
         """The result of the module, and the state after it.

@@ -168,8 +168,6 @@ class LaneLayout:
             StateError: a tensor has no such dimension, or trees of different structure.
         """
         counts, rows = [*states], [*map(shapes_of, states.values())]
-        if rows[0].keys() != rows[-1].keys():
-            raise StateError(f"the state has the tensors {[*rows[0]]} and {[*rows[-1]]}")
         dims = tuple(_lane_dim(name, counts, [row[name] for row in rows]) for name in rows[0])
         first = cls(dims).lanes_first(states[counts[0]])
         return cls(dims, trees.map_leaves(lambda leaf: torch.zeros_like(leaf[:1]), first))

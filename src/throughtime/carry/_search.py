@@ -337,7 +337,7 @@ class Search:
             for keys in _state_keys(first, result):
                 c = replace(first, result=keys)
                 try:
-                    state = items_at(result, keys) if c.arguments else after
+                    state = items_at(after, keys)  # all of it, but for an argument
                     choices = self._outputs(c, result, state, x)
                     if c.arguments and is_state(state):
                         self._check_order(c, result, state, choices)
@@ -374,7 +374,8 @@ class Search:
                 if not isinstance(value, (Tensor, int, float, str, type(None))):
                     kind = type(value).__name__
                     raise MisfitError(
-                        f"it returns a {kind}: name the outputs, tt.carry(module, output=...)"
+                        f"it returns a {kind}, which may be the outputs: name a tensor,"
+                        " tt.carry(module, output=...)"
                     )
         else:
             keys = c.output if isinstance(c.output, list) else [c.output]

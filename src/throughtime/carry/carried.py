@@ -170,7 +170,11 @@ class Carried(nn.Module):
             )
         for leaf in trees.tensors(state):
             if leaf.shape[:1] != (lanes,):
-                raise _lanes_error(state, lanes)
+                raise StateError(
+                    f"the state has the leaves {shapes_of(state)}, the chunk {lanes} lanes, which"
+                    " come first: take tt.state.select(state, lanes) or"
+                    f" net.initial_state(lanes={lanes})"
+                )
         if resets is not None and resets.shape != x.shape[:2]:
             raise DataError(
                 f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag"
@@ -402,11 +406,3 @@ def refuse_wrappers(net: nn.Module) -> None:
                     " every backward pass; tt.updates does so once per update (torchrun"
                     " --nproc-per-node N). Hand the bare module: net = tt.carry(wrapped.module)"
                 )
-
-
-def _lanes_error(state: State, lanes: int) -> StateError:
-    name, shape = next(item for item in shapes_of(state).items() if item[1][:1] != (lanes,))
-    return StateError(
-        f"state leaf '{name}' has shape {shape}, the chunk has {lanes} lanes, and lanes come first:"
-        f" take tt.state.select(state, lanes) or net.initial_state(lanes={lanes})."
-    )
