@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import throughtime as tt
 from strategies import in_chunks
-from throughtime.carry import Carried, _inside, _search, _trial
+from throughtime.carry import Carried, _inside, _search
 from throughtime.errors import ModelError
 
 EXACT, FEATURES, LANES, CONTEXT = 1e-12, 3, 3, 10  # more steps than a trial has
@@ -232,7 +232,7 @@ def test_a_state_in_a_dict_or_in_an_attribute_that_a_method_makes(
 
 
 def test_a_private_dict_is_put_back_between_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trial, "OF_EVERY_MODULE", _inside.OF_EVERY_MODULE | {"_memories"})
+    monkeypatch.setattr(_inside, "OF_EVERY_MODULE", _inside.OF_EVERY_MODULE | {"_memories"})
     with pytest.raises(ModelError):
         tt.carry(Neuron(), inputs())
 

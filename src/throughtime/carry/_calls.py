@@ -32,6 +32,7 @@ from throughtime.carry._inside import (
     names_state,
     parameters_of,
     set_attributes,
+    weight_of,
 )
 from throughtime.carry._layout import (
     TIME_FIRST,
@@ -42,7 +43,6 @@ from throughtime.carry._layout import (
     Path,
     items_at,
 )
-from throughtime.carry._trial import weight_of
 from throughtime.errors import ModelError
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State

@@ -34,16 +34,17 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter, Convention, Ran
-from throughtime.carry._inside import attributes, get_attributes
-from throughtime.carry._layout import MisfitError, shapes_of
-from throughtime.carry._trial import (
+from throughtime.carry._inside import (
     ConstantRandomness,
     Snapshot,
+    attributes,
     changed_inputs,
+    get_attributes,
     random_normal,
     set_modes,
     weight_of,
 )
+from throughtime.carry._layout import MisfitError, shapes_of
 from throughtime.state import State
 
 SINGLE = 1e-6  # the rounding of a computation in float32, relative

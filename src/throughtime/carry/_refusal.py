@@ -18,12 +18,12 @@ from throughtime.carry._inside import (
     names_state,
     parameters_of,
     plain_name,
+    reach_of,
     returned_names,
 )
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
-from throughtime.carry._trial import reach_of
 from throughtime.errors import ModelError, ThroughtimeError
 from throughtime.state import State
 

@@ -29,15 +29,27 @@ from throughtime.carry._calls import (
     layer_zeros,
 )
 from throughtime.carry._inside import (
+    LANES,
+    LONG_STEPS,
+    MAX_STEPS,
     RECURRENT,
+    STEPS,
     Key,
+    Snapshot,
     ancestors,
     attributes,
+    copy_of,
     is_turned,
     names_state,
     parameters_of,
+    perturb,
     plain_name,
+    quiet,
+    reach_of,
     returned_names,
+    sample_inputs,
+    set_modes,
+    weight_of,
 )
 from throughtime.carry._laws import LAWS, MEASURED, Law, difference, measured
 from throughtime.carry._layout import (
@@ -54,20 +66,6 @@ from throughtime.carry._layout import (
     items_at,
     shapes_of,
     tensor_paths,
-)
-from throughtime.carry._trial import (
-    LANES,
-    LONG_STEPS,
-    MAX_STEPS,
-    STEPS,
-    Snapshot,
-    copy_of,
-    perturb,
-    quiet,
-    reach_of,
-    sample_inputs,
-    set_modes,
-    weight_of,
 )
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State

@@ -21,10 +21,12 @@ from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
 from throughtime.carry._calls import Adapter, Convention, ModuleAdapter, Ran
-from throughtime.carry._inside import RECURRENT
+from throughtime.carry._inside import (
+    RECURRENT,
+    is_sharded,
+)
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._trial import is_sharded
 from throughtime.carry.layers import (
     adapter_for,
     prepared,

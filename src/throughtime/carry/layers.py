@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.carry._calls import Adapter, Convention, LayerAdapter, ModuleAdapter, Ran
-from throughtime.carry._inside import RECURRENT
-from throughtime.carry._refusal import bidirectional_error, refusal
-from throughtime.carry._search import Search
-from throughtime.carry._trial import (
+from throughtime.carry._inside import (
     LANES,
+    RECURRENT,
     Snapshot,
     quiet,
     sample_inputs,
     set_modes,
     weight_of,
 )
+from throughtime.carry._refusal import bidirectional_error, refusal
+from throughtime.carry._search import Search
 from throughtime.errors import ModelError, StateError
 from throughtime.nn.affine import Affine, Difference, Standardise
 from throughtime.state import State

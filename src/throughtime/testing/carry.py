@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from throughtime._device import real_type
+from throughtime.carry._inside import copy_of, sample_inputs
 from throughtime.carry._laws import LAWS, Law, difference, measured
-from throughtime.carry._trial import copy_of, sample_inputs
 from throughtime.carry.carried import Carried, carry, device_of
 from throughtime.errors import LawError, ModelError
 
