@@ -256,7 +256,7 @@ def test_lines_are_those_that_work() -> None:
     assert "pad the inputs once" in said(Convolutions())
     assert "Write: tt.carry(module, context=4)" in said(Unpadded())
     text = said(Policy(), call=lambda m, x, state: m(x, state), start=torch.zeros(4))
-    assert "call returned 3 items, expected (outputs, next state)" in text
+    assert "call returns no pair, expected (outputs, next state)" in text
     assert "Write:" not in text
 
     class Lengths(Starting):

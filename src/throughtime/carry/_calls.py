@@ -330,8 +330,7 @@ class ModuleAdapter(Adapter):
                 result = c.call(module, *args, state)
                 if type(result) is tuple and len(result) == 2:
                     return result
-                what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
-                raise MisfitError(f"call returned {what}, expected (outputs, next state)")
+                raise MisfitError("call returns no pair, expected (outputs, next state)")
             if c.layers:
                 call = state
                 if not isinstance(state, LayerCall):

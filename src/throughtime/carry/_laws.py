@@ -21,6 +21,7 @@ last      steps one by one end where one call of the whole sequence ends
 Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -208,14 +209,15 @@ class Runs:
 
     def own(self, x: Tensor, start: Any, unit: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
-        adapter, c = self.adapter, self.adapter.convention
         self.restore()
-        adapter.convention = replace(c, context=0, start=start, unit=unit)
-        try:
-            with self.randomness():
-                return adapter.first_call(x)
-        finally:
-            adapter.convention = c
+        with self.randomness():
+            return self.otherwise(context=0, start=start, unit=unit).first_call(x)
+
+    def otherwise(self, **options: Any) -> Any:
+        """The adapter, with another convention."""
+        adapter = copy.copy(self.adapter)
+        adapter.convention = replace(adapter.convention, **options)
+        return adapter
 
 
 def measured(
@@ -251,8 +253,13 @@ def measured(
         scale = 1 + float(y.detach().abs().max())
         laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
     c = getattr(adapter, "convention", Convention())
+    is_said = isinstance(c.start, tuple)
     laws |= {
-        "random": lambda: _start_difference(runs),
+        "random": lambda: difference(
+            runs.starts[0],
+            # the user's may differ between lanes
+            trees.map_leaves(lambda s: s if is_said else s[:1].expand(s.shape), runs.starts[1]),
+        ),
         "kept": lambda: kept_difference(runs, x),
         "long": lambda: _long_difference(runs, long, scale),
         "start": lambda: _own_difference(runs, x, c.unit),
@@ -380,13 +387,6 @@ def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
 # ---------------------------------------------------------------- with the author's own calls
 
 
-def _start_difference(runs: Runs) -> float:
-    first, second = runs.starts
-    if not isinstance(runs.adapter.convention.start, tuple):  # the user's may differ between lanes
-        second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
-    return difference(first, second)
-
-
 def _long_difference(runs: Runs, x: Any, scale: float) -> float:
     if runs.adapter.convention.unit != "chunk":
         return 0.0
@@ -442,7 +442,7 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
 
     A number that calls change may count them, and change outputs long after a trial.
     """
-    adapter, c, rows = runs.adapter, runs.adapter.convention, list[Any]()
+    c, rows = runs.adapter.convention, list[Any]()
     runs.restore()
     for _ in range(2):
         runs(x[:1], restore=False)
@@ -452,15 +452,11 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
         return math.inf
     if c.attributes:
         return 0.0
-    rows, (early, x) = [], x[:6].split(3)
-    adapter.convention = replace(c, scratch=())
-    try:
-        for parts in ((x,), (early, x)):
-            runs.restore()
-            ys = [adapter.run(part, runs.starts[0])[0] for part in parts]
-            rows.append([ys[-1], get_attributes(runs.module, c.scratch)])
-    finally:
-        adapter.convention = c
+    rows, (early, x), adapter = [], x[:6].split(3), runs.otherwise(scratch=())
+    for parts in ((x,), (early, x)):
+        runs.restore()
+        ys = [adapter.run(part, runs.starts[0])[0] for part in parts]
+        rows.append([ys[-1], get_attributes(runs.module, c.scratch)])
     return difference(*rows)
 
 
