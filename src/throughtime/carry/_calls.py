@@ -143,11 +143,6 @@ class Convention:
         """Whether the state is in attributes, if there is any."""
         return not (self.arguments or self.layers or self.call)
 
-    @property
-    def where(self) -> str:
-        """Where the state is: names of arguments, layers or attributes."""
-        return ", ".join([*self.arguments, *self.layers, *map(key_name, self.attributes)])
-
     def arrange(self, x: Tensor) -> tuple[Any, ...]:
         """The arguments for inputs of the chunk, or of one step."""
         if self.inputs is not None:

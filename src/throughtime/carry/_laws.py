@@ -176,6 +176,7 @@ class Runs:
     ) -> None:
         self.adapter, self.module, self.is_training = adapter, module, bool(training)
         set_modes(module, training)
+        self.convention = getattr(adapter, "convention", Convention())
         self.restore = Snapshot(module).restore  # puts attributes, buffers and modes back
         # of a call: in training, dropout and random numbers are constants
         self.randomness = ConstantRandomness if training else nullcontext[None]
@@ -216,7 +217,7 @@ class Runs:
     def otherwise(self, **options: Any) -> Any:
         """The adapter, with another convention."""
         adapter = copy.copy(self.adapter)
-        adapter.convention = replace(adapter.convention, **options)
+        adapter.convention = replace(self.convention, **options)
         return adapter
 
 
@@ -252,8 +253,7 @@ def measured(
         y, end = runs(x)
         scale = 1 + float(y.detach().abs().max())
         laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
-    c = getattr(adapter, "convention", Convention())
-    is_said = isinstance(c.start, tuple)
+    c, is_said = runs.convention, isinstance(runs.convention.start, tuple)
     laws |= {
         "random": lambda: difference(
             runs.starts[0],
@@ -350,9 +350,8 @@ def _credit(runs: Runs, x: Tensor, lengths: list[int], limit: float) -> float:
         y, z = (runs(x, *chunks)[0] for chunks in ((), lengths))
         if not leaves or not (y.requires_grad and z.requires_grad):
             return 0.0
-        c = getattr(runs.adapter, "convention", Convention())
         # what a step detaches gets no gradient at all
-        if c.unit != "chunk" and cuts_credit(runs, x, lengths[0], limit):
+        if runs.convention.unit != "chunk" and cuts_credit(runs, x, lengths[0], limit):
             return math.inf
         return gradient_difference(y, z, leaves)
     except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
@@ -388,7 +387,7 @@ def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
 
 
 def _long_difference(runs: Runs, x: Any, scale: float) -> float:
-    if runs.adapter.convention.unit != "chunk":
+    if runs.convention.unit != "chunk":
         return 0.0
     try:
         y, z = (runs(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
@@ -405,7 +404,7 @@ def _own_difference(runs: Runs, x: Any, unit: str) -> float:
         x: inputs.
         unit: of the author's call; it is longer than in use where a chunk gives the last outputs.
     """
-    adapter, c = runs.adapter, runs.adapter.convention
+    adapter, c = runs.adapter, runs.convention
     is_same, is_said = unit == c.unit, c.start not in (None, OWN, ZEROS) and not c.attributes
     if c.call or (is_said and is_same):
         return 0.0  # the user says it, or the author in a method for that
@@ -442,7 +441,7 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
 
     A number that calls change may count them, and change outputs long after a trial.
     """
-    c, rows = runs.adapter.convention, list[Any]()
+    c, rows = runs.convention, list[Any]()
     runs.restore()
     for _ in range(2):
         runs(x[:1], restore=False)

@@ -15,6 +15,7 @@ from throughtime.carry._calls import Convention, layer_zeros
 from throughtime.carry._inside import (
     RECURRENT,
     is_turned,
+    key_name,
     names_state,
     parameters_of,
     plain_name,
@@ -124,9 +125,10 @@ def broken(module: nn.Module, law: Law, c: Convention) -> str:
         if isinstance(part, kinds) and is_over_time and not c.context:
             cause = text.format(path=path, past=reach_of(module))
             advice = f"The likely cause is '{path}' ({type(part).__name__}): {cause}"
+    where = ", ".join([*c.arguments, *c.layers, *map(key_name, c.attributes)])
     return (
         f"cannot be carried: {mode}{what} (deviation {law.deviation:.2g}; the state is in"
-        f" {c.where or 'what call takes'}). {advice}."
+        f" {where or 'what call takes'}). {advice}."
     )
 
 

@@ -26,7 +26,6 @@ from throughtime.carry._calls import (
     ZEROS,
     Convention,
     ModuleAdapter,
-    layer_zeros,
 )
 from throughtime.carry._inside import (
     LANES,
@@ -121,7 +120,6 @@ class Twin:
     @contextmanager
     def bound(self, c: Convention) -> Generator[ModuleAdapter]:
         """The copy, called by a convention, in evaluation mode."""
-        self._snapshot.restore()
         set_modes(self.module, ())
         adapter = ModuleAdapter(self.module, c, self._example)
         try:
@@ -316,8 +314,7 @@ class Search:
             return [c.start, None, ZEROS]
         if c.layers:
             return [None, OWN]
-        has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
+        return [*self.own_methods, None, *[ZEROS] * bool(c.arguments)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
