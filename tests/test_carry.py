@@ -249,8 +249,9 @@ class Tagger(nn.Module):
 def test_a_wrong_number_of_features_is_named() -> None:
     for module in (nn.GRU(3, 8), nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 1))):
         net = tt.carry(module)
-        with pytest.raises(DataError, match="have 4 features in each step, the net expects 3"):
+        with pytest.raises(RuntimeError, match="xpected 3, got 4") as caught:
             net(torch.zeros(5, 2, 4), net.initial_state(2))
+        assert "the inputs are (5, 2, 4), torch.float32" in caught.value.__notes__[0]
     net = tt.carry(Tagger(), torch.zeros(5, 2, 3))
     with pytest.raises(ModelError, match="Expected 3, got 4"):
         net(torch.zeros(5, 2, 4), net.initial_state(2))

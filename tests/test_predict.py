@@ -244,8 +244,9 @@ def test_steps_give_the_bits_of_calls() -> None:
 
 def test_inputs_of_another_width_or_type_are_named_with_what_the_net_expects() -> None:
     predictor = tt.Predictor(tt.carry(nn.LSTM(1, 4)))
-    with pytest.raises(DataError, match="the inputs have 2 features in each step, the net ex"):
+    with pytest.raises(RuntimeError, match="Expected 1, got 2") as caught:
         predictor.step(np.zeros(2))
+    assert "the inputs are (1, 1, 2), torch.float32" in caught.value.__notes__[0]
     with pytest.raises(DataError, match=r"whole numbers \(torch.int64\)"):
         predictor.step(np.zeros((1,), int))
     tokens = tt.Predictor(tt.carry(nn.Sequential(nn.Embedding(256, 4), nn.LSTM(4, 4))))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._calls import Adapter, Convention, ModuleAdapter, Ran
+from throughtime.carry._calls import Adapter, Convention, Ran
 from throughtime.carry._inside import (
     RECURRENT,
     is_sharded,
@@ -31,7 +31,7 @@ from throughtime.carry.layers import (
     adapter_for,
     prepared,
 )
-from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError, counted
+from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.nn.affine import Difference
 from throughtime.state import State
@@ -215,22 +215,13 @@ class Carried(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _explain(self, error: Exception, x: Tensor, state: State = None) -> None:
-        """Add what explains an error of the module: another width, state structure or dtype.
+        """Add what explains an error of the module: inputs and weights, or another state structure.
 
         Raises:
-            DataError: the inputs have another width than the net.
             StateError: the state has other leaves than this net's.
         """
         if isinstance(error, ThroughtimeError):
             return
-        weights = [*self.module.parameters()]
-        own, width = x.shape[-1], next((w.shape[-1] for w in weights if w.dim() == 2), 0)
-        is_known = not isinstance(self.adapter, ModuleAdapter)
-        if x.is_floating_point() and width not in (0, own) and is_known:
-            raise DataError(
-                f"the inputs have {counted(own, 'feature')} in each step, the net expects"
-                f" {width}: write inputs of shape (..., {width})"
-            ) from error
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
             if expected != shapes_of(state):
@@ -238,14 +229,13 @@ class Carried(nn.Module):
                     f"the state has the leaves {shapes_of(state)}, this net carries {expected},"
                     f" lanes first; start from net.initial_state(lanes={x.shape[1]})"
                 ) from error
-        weight = next(iter(weights), x)
-        if x.is_floating_point() and (weight.dtype, weight.device) != (x.dtype, x.device):
-            error.add_note(
-                f"throughtime: the inputs are {x.dtype} on {x.device}, the weights {weight.dtype}"
-                f" on {weight.device}. Convert the inputs, x.to({str(weight.device)!r}),"
-                f" tt.Stream(..., dtype={weight.dtype}) or tt.predict(..., dtype={weight.dtype}),"
-                " or the module."
-            )
+        weight = next(self.module.parameters(), x)
+        error.add_note(
+            f"throughtime: the inputs are {tuple(x.shape)}, {x.dtype} on {x.device}, the first"
+            f" weight {tuple(weight.shape)}, {weight.dtype} on {weight.device}. If they do not fit,"
+            f" convert the inputs: x.to({str(weight.device)!r}), tt.Stream(...,"
+            f" dtype={weight.dtype}) or tt.predict(..., dtype={weight.dtype})."
+        )
 
 
 def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

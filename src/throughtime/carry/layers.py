@@ -47,16 +47,6 @@ class UnknownAdapter(Adapter):
     initial_state = run  # pyright: ignore[reportAssignmentType]
 
 
-class StandardiseAdapter(Adapter):
-    """Standardise: what it has counted is its state."""
-
-    def initial_state(self, lanes: int) -> State:
-        return self.module.initial_state(lanes)
-
-    def run(self, x: Tensor, state: State, *_: Tensor) -> Ran:
-        return self.module(x, state)
-
-
 class StatelessAdapter(Adapter):
     """A child of a chain that carries nothing: it runs on all steps at once."""
 
@@ -126,8 +116,10 @@ def adapter_for(module: nn.Module, base: Convention, name: str = "") -> Adapter:
         if getattr(module, "bidirectional", False):
             raise bidirectional_error(name or type(module).__name__)
         return LayerAdapter(module)
-    if kind is Standardise:
-        return StandardiseAdapter(module)
+    if kind is Standardise:  # what it has counted is its state
+        adapter: Any = Adapter(module)
+        adapter.initial_state, adapter.run = module.initial_state, module
+        return adapter
     is_chain = isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward
     if is_chain or kind is Difference:
         links: dict[str, Adapter] = {}
