@@ -150,8 +150,8 @@ def modified(instance: dict[str, Any]) -> bool:
 
 def _is_own(hook: Any) -> bool:
     """Whether a hook is that of an adapter."""
-    function = getattr(hook, "func", hook)
-    return type(getattr(function, "__self__", function)).__module__.startswith("throughtime.carry.")
+    home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return home.startswith("throughtime.carry.")
 
 
 class UnknownError(ValueError):
