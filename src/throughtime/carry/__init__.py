@@ -1,7 +1,7 @@
 """The model contract `(x, state) -> (y, state)`, and one adapter per kind of module.
 
 LayerAdapter   nn.LSTM, nn.GRU, nn.RNN, cells     state (B, L, H) or (B, H), one or two of them
-ChainAdapter   nn.Sequential                      a dict of its children's states
+ChainAdapter   nn.Sequential, tt.nn.Difference    a dict of its children's states
 ModuleAdapter  any other module, by a convention  its own state, lanes moved to the front
 
 A convention (`_calls`) says how a module is called: the layout of its inputs, where its state is

@@ -186,18 +186,13 @@ class Carried(nn.Module):
         try:
             flags = [] if resets is None else [resets]
             split = (not x.is_cpu and cudnn_rules(x)) or (flags and not adapter.takes_resets)
-            y, after = (self._run_split if split else self._run)(x, state, *flags)
+            y, after = (self._run_split if split else adapter.run)(x, state, *flags)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
-        return (y if adapter.unpack is None else adapter.unpack(y)), after
-
-    def _run(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
-        """One call. The state keeps its dtypes under autocast: bfloat16 loses bits over hours."""
-        y, after = self.adapter.run(x, state, *resets)
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type):  # bfloat16 loses bits over hours
             after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
-        return y, after
+        return (y if adapter.unpack is None else adapter.unpack(y)), after
 
     def _run_split(self, x: Tensor, state: State, *resets: Tensor) -> Ran:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
@@ -210,7 +205,7 @@ class Carried(nn.Module):
                 start = self.initial_state(x.shape[1], like=x)
                 state = trees.reset(state, start, resets[0][first])
             for part in x[first:last].split(limit):
-                y, state = self._run(part, state)
+                y, state = self.adapter.run(part, state)
                 outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
