@@ -165,10 +165,13 @@ class LaneLayout:
             states: by the number of lanes; one only for a module that takes no other.
 
         Raises:
-            StateError: a tensor has no such dimension, or trees of different structure.
+            StateError: a tensor has no such dimension.
+            LookupError: the trees have different structures.
         """
         counts, rows = [*states], [*map(shapes_of, states.values())]
-        dims = tuple(_lane_dim(name, counts, [row[name] for row in rows]) for name in rows[0])
+        dims = tuple(
+            _lane_dim(name, counts, [row[name] for row in rows]) for name in rows[0] | rows[-1]
+        )
         first = cls(dims).lanes_first(states[counts[0]])
         return cls(dims, trees.map_leaves(lambda leaf: torch.zeros_like(leaf[:1]), first))
 

@@ -356,8 +356,7 @@ def require_carried(net: nn.Module) -> Carried:
 
 def device_of(net: nn.Module) -> torch.device:
     """The device of the weights; the CPU without any."""
-    weight = next(net.parameters(), None)
-    return torch.device("cpu") if weight is None else weight.device
+    return next((weight.device for weight in net.parameters()), torch.device("cpu"))
 
 
 def dtype_of(net: nn.Module) -> torch.dtype | None:
