@@ -299,3 +299,10 @@ def test_a_state_that_is_not_what_its_cell_returns_is_carried_as_its_author_does
     y, _ = net(x, net.initial_state(2))
     module.reset_hidden()
     torch.testing.assert_close(y, torch.stack([module(step) for step in x]))
+
+
+def test_a_state_keeps_its_type_under_autocast() -> None:
+    net, x = tt.carry(nn.Sequential(nn.Linear(3, 3), nn.RNNCell(3, 4))), torch.randn(5, 2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = net(x, net.initial_state(2))
+    assert state["1"].dtype == torch.float32
