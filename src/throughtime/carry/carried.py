@@ -167,8 +167,8 @@ class Carried(nn.Module):
         lanes = x.shape[1]
         if state is None:
             raise StateError(
-                f"the state is None: write y, state = net(x, net.initial_state(lanes={lanes})),"
-                " then net(x, state)"
+                "the state is None: write y, state = net(x, net.initial_state"
+                f"(lanes={lanes}, like=x)), then net(x, state)"
             )
         for leaf in trees.tensors(state):
             if leaf.shape[:1] != (lanes,):
