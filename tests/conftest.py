@@ -6,17 +6,26 @@ import tempfile
 from collections.abc import Generator
 
 import pytest
-import torch
-from hypothesis import HealthCheck, Phase, settings
-
-from quick import ALL_EXAMPLES, mark_products
 
 # Scripts and modules that tests open by name: no tests, and many import much.
 collect_ignore_glob = ["cases/*", "modules/*"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set what hypothesis does, before tests are imported."""
+    """Set what torch and hypothesis do, before tests are imported.
+
+    Not in the process that only starts others: it would import both first, for 3 s.
+    """
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+    from hypothesis import HealthCheck, Phase, settings
+
+    from quick import ALL_EXAMPLES
+
+    torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
+    # torch.empty is then filled with NaN. use_deterministic_algorithms imports Inductor, too: 2 s.
+    torch.set_deterministic_debug_mode("error")
     default = config.getoption("markexpr") == "not slow"
     settings.register_profile(
         "throughtime",
@@ -32,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from quick import mark_products
+
     mark_products(items)
 
 
@@ -53,19 +64,20 @@ os.environ["THROUGHTIME_CACHE"] = _cache.name
 _settings = tempfile.TemporaryDirectory(prefix="throughtime-config-")
 os.environ["XDG_CONFIG_HOME"] = _settings.name
 
-torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
-# torch.empty is then filled with NaN. use_deterministic_algorithms imports Inductor, too: 2 s.
-torch.set_deterministic_debug_mode("error")
-
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    """Seed the generator of the CPU alone: torch.manual_seed takes 1 ms for devices not there."""
+    from torch import default_generator
+
+    default_generator.manual_seed(0)
 
 
 @pytest.fixture
 def float64() -> Generator[None]:
     """float64 is the default dtype of the test."""
+    import torch
+
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
