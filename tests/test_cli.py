@@ -26,11 +26,13 @@ from throughtime.app.run_folder import RunFolder
 STEPS = 600
 
 
-def ended(*arguments: str | Path, drawn: bool = False) -> tuple[int, str, str]:
-    """Run the command line's entry point in this process: exit code, stdout and stderr.
+def leave_out_charts(patch: pytest.MonkeyPatch) -> None:
+    """Of reports: they take a second for each command."""
+    patch.setattr("throughtime.app.page.chart", lambda _, alt, *__: html.escape(alt))
 
-    The charts of reports, a second for each command, are drawn on request only.
-    """
+
+def ended(*arguments: str | Path, drawn: bool = False) -> tuple[int, str, str]:
+    """Run the command line's entry point in this process: exit code, stdout and stderr."""
     printed, complained = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -39,7 +41,7 @@ def ended(*arguments: str | Path, drawn: bool = False) -> tuple[int, str, str]:
     ):
         patch.setattr(sys, "argv", ["throughtime", *map(str, arguments)])
         if not drawn:
-            patch.setattr("throughtime.app.page.chart", lambda _, alt, *__: html.escape(alt))
+            leave_out_charts(patch)
         with pytest.raises(SystemExit) as told:
             main()
     return int(told.value.code or 0), printed.getvalue(), complained.getvalue()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from test_cli import leave_out_charts
 from test_folders import anomaly_files
 from throughtime.app import cli
 from throughtime.app.cli import main
@@ -51,6 +52,7 @@ class Reader:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch, self.names = folder, patch, Names(__name__="__main__")
         patch.chdir(folder)
+        leave_out_charts(patch)
         patch.setattr(sys, "path", list(sys.path))
 
     def type(self, line: str) -> object:

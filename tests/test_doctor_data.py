@@ -87,7 +87,7 @@ def chunks(series: Tensor, order: list[int], step: int = STEPS) -> Iterator[tupl
         yield series[i : i + STEPS], series[i + 1 : i + STEPS + 1]
 
 
-def train(front: str, recurrence: str, fault: str, epochs: int = 3) -> None:
+def train(front: str, recurrence: str, fault: str, epochs: int = 2) -> None:
     words = front in {"Embedding", "eye", "one_hot"}
 
     def series(steps: int) -> Tensor:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -61,6 +62,7 @@ class Case:
         return getattr(module, self.name)
 
 
+@cache
 def cases(group: str) -> dict[str, Case]:
     """The broken or the healthy cases, by name."""
     found: dict[str, Case] = {}
