@@ -208,6 +208,7 @@ SECOND: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def refusal(case: Case, **options: Any) -> str | None:
     """The text of the refusal; None if the module is carried, as its oracle says."""
     module, x = build(case)

@@ -1,8 +1,6 @@
 """Damaged files of every format: as the format's library reads them, or refused by a DataError."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,19 @@ import pytest
 
 from damaged_files import LIBRARIES, verdict
 from format_files import FORMATS
+from processes import elsewhere
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 
-SCRIPT = Path(__file__).with_name("damaged_files.py")
+SCRIPT = Path(__file__).with_name("damaged_files.py").read_text(encoding="utf-8")
 
 
 def run(mode: str, files: Sequence[str]) -> tuple[int, dict[str, str]]:
     """The exit status, and what became of the files, the last one perhaps `started`."""
-    words = [sys.executable, str(SCRIPT), mode, *files]
-    process = subprocess.run(words, capture_output=True, text=True, check=False)
-    results = dict(json.loads(line) for line in process.stdout.splitlines())
-    assert results, process.stderr
-    return process.returncode, results
+    ended = elsewhere(SCRIPT, mode, *files)
+    results = dict(json.loads(line) for line in ended.output.splitlines())
+    assert results, ended.errors
+    return ended.code or 0, results
 
 
 def results_of(files: Sequence[str]) -> dict[str, str]:
