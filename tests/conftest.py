@@ -83,6 +83,14 @@ def float64() -> Generator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Generator[None]:
+    """No test cuts the power: what is written need not be on the disk, 3 ms a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Collections look at what a file has made.

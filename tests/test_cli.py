@@ -100,7 +100,7 @@ def test_every_form_of_data_trains_and_is_scored(
     tmp_path: Path, written: Callable[[Path], tuple[Path, list[str]]]
 ) -> None:
     data, columns = written(tmp_path)
-    said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run", drawn=True)
+    said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
     # plain lines of progress, where there is no terminal
     updates = re.findall(r"^update (\d+)/50  loss .* left  [\d,]+ steps/s", said, re.MULTILINE)
     assert updates == [f"{n}" for n in range(2, 51, 2)]
@@ -108,7 +108,6 @@ def test_every_form_of_data_trains_and_is_scored(
     rows = RunFolder(tmp_path / "run").read_metrics()
     assert (rows[0]["kind"], rows[-1]["kind"]) == ("data", "valid")
     assert np.isfinite(rows[-1]["rmse"])
-    assert "<svg" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +214,7 @@ def test_every_command_takes_one_thread_for_small_steps_alone(
     taken = list[int]()
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    train = "train", data, *columns, "--lanes", "1", "--stride", "300", "--updates", "1"
+    train = "train", data, *columns, "--lanes", "1", "--stride", "30", "--updates", "1"
     small = *train, "--hidden", "4", "--out"
     out = tmp_path / "run"
     for command in (

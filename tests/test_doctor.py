@@ -178,7 +178,7 @@ def run_layer(carry: Callable[[Tensor], Tensor | None], fused: bool, traced: boo
     """A loop over a layer, of torch.nn or fused, under a trace or not."""
     gru, h = (tt.nn if fused else nn).GRU(3, 4, num_layers=2, dtype=torch.float64), None
     with tt.trace(gru) if traced else contextlib.nullcontext():
-        for x in STREAM.split(10):
+        for x in STREAM[:60].split(5):
             y, state = gru(x, h)
             y.square().mean().backward()
             h = carry(state)
