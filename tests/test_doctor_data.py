@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from throughtime.doctor import doctor
 
-WORDS, FEATURES, STEPS, LANES, CHUNKS, UNITS = 30, 4, 8, 3, 5, 8
+WORDS, FEATURES, STEPS, LANES, CHUNKS, UNITS = 30, 4, 6, 3, 5, 8
 FRONTS = ["none", "Embedding", "eye", "one_hot", "MLP", "BatchNorm", "Conv1d", "Conv2d"]
 RECURRENCES = ["LSTM", "cell", "by hand", "projections first"]
 FAULTS = {

@@ -473,11 +473,14 @@ def test_classes_are_called_by_one_name(label: object, name: str) -> None:
     assert class_name(label) == name
 
 
-def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
+def test_scores_are_written_where_the_report_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = begin(tmp_path, updates=5)
     training.run()
     folder, trained = training.folder, load_run(training.folder.path)
     scores = evaluate_run(trained, None, "valid")
+    test_cli.leave_out_charts(monkeypatch)
     assert "written" in keep_results(trained, (folder.path / "scores-valid.json"), scores)
     assert scores.split == "valid"
     content = read_results((folder.path / "scores-valid.json"), Scores, "eval")
