@@ -250,16 +250,6 @@ def test_the_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) ->
     assert "<svg" in (tmp_path / "demo.svg").read_text(encoding="utf-8")
 
 
-def test_the_module_is_the_command() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "throughtime", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert process.stdout.strip() == f"throughtime {tt.__version__}"
-
-
 def test_a_missing_value_is_named_with_the_options_or_left_out(
     trained: tuple[Path, Path], tmp_path: Path
 ) -> None:

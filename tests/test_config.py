@@ -131,7 +131,7 @@ def test_only_what_is_near_is_suggested() -> None:
 def test_help_of_the_command_line_is_quick() -> None:
     """Seconds of processor as `throughtime --help` takes them; three times the goal at most."""
     resource = pytest.importorskip("resource")
-    words = [sys.executable, "-m", "throughtime", "--help"]
+    words = [sys.executable, "-m", "throughtime", "--help"]  # the module is the command
     spent: list[float] = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -349,13 +349,7 @@ def test_an_error_of_the_doctor_itself_is_reported_and_does_not_stop_the_loop(
     assert d.findings == ()
     assert "the doctor itself failed" in str(d).lower()
     assert "LookupError: of the doctor" in str(d)
-
-
-def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise LookupError("of the doctor")
-
-    monkeypatch.setattr(sys.modules["throughtime.doctor.rules.state"], "relation", fails)
+    # only the fixture raises it, after the test
     watched = contextlib.contextmanager(plugin.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(DiagnosisError, match="LookupError"), watched(frozenset()):
         never_carried([])

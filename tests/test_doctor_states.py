@@ -2,7 +2,6 @@
 ones that resemble them.
 """
 
-import contextlib
 import inspect
 import re
 import sys
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from throughtime.doctor import Finding, doctor
+from test_doctor_losses import diagnose, series
 
 MARK = re.compile(r"# <- (TT\d{3})$", re.MULTILINE)
 Loop = Callable[[], None]
@@ -34,18 +33,6 @@ def sound(loop: Loop) -> Loop:
 
 def name_of(loop: Loop) -> str:
     return loop.__name__
-
-
-def diagnose(loop: Loop) -> tuple[Finding, ...]:
-    torch.manual_seed(0)
-    with contextlib.suppress(RuntimeError), doctor() as d:
-        loop()
-    assert d.internal_error is None
-    return d.findings
-
-
-def series(steps: int, *shape: int) -> Tensor:
-    return torch.randn(steps, *shape).cumsum(0) / 10
 
 
 def learn(net: nn.Module, loss: Tensor) -> None:

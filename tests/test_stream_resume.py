@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import HidesLayer, LearntStart, recordings, weights
+from test_updates import same_bits
 from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.gradient import Policy
@@ -112,10 +113,6 @@ class Training:
         run = self.updates()
         run.load_state_dict(loaded["updates"])
         return run
-
-
-def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def uninterrupted(
