@@ -4,11 +4,13 @@ import csv
 import html
 import io
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import soundfile
 import torch
 from examples.demo import BEST, CHANCE
+from jinja2 import Environment, FileSystemBytecodeCache
 
 import throughtime as tt
 from throughtime.app.cli import main
@@ -26,9 +29,14 @@ from throughtime.app.run_folder import RunFolder
 STEPS = 600
 
 
+COMPILED = FileSystemBytecodeCache(os.environ["THROUGHTIME_CACHE"])
+
+
 def leave_out_charts(patch: pytest.MonkeyPatch) -> None:
-    """Of reports: they take a second for each command."""
+    """Of reports: they take a second for each command. The template is compiled once."""
     patch.setattr("throughtime.app.page.chart", lambda _, alt, *__: html.escape(alt))
+    compiles = partial(Environment, bytecode_cache=COMPILED)
+    patch.setattr("throughtime.app.page.Environment", compiles)
 
 
 def ended(*arguments: str | Path, drawn: bool = False) -> tuple[int, str, str]:
