@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from throughtime.doctor import doctor
 
-WORDS, FEATURES, STEPS, LANES, CHUNKS, UNITS = 30, 4, 6, 3, 5, 8
+WORDS, FEATURES, STEPS, LANES, CHUNKS, UNITS = 30, 4, 6, 3, 4, 8
 FRONTS = ["none", "Embedding", "eye", "one_hot", "MLP", "BatchNorm", "Conv1d", "Conv2d"]
 RECURRENCES = ["LSTM", "cell", "by hand", "projections first"]
 FAULTS = {
@@ -186,7 +186,7 @@ def test_a_buffer_that_is_refilled_is_new_data() -> None:
 
 
 def test_the_roots_of_data_do_not_grow_with_the_loop() -> None:
-    x, gru, embedding, h = torch.randint(9, (4000, 2)), nn.GRU(3, 4), nn.Embedding(9, 3), None
+    x, gru, embedding, h = torch.randint(9, (1000, 2)), nn.GRU(3, 4), nn.Embedding(9, 3), None
     sizes = list[int]()
     with doctor() as d:
         for chunk in x.split(10):
