@@ -233,7 +233,9 @@ def test_long_sequences_are_split_at_the_limit_of_cudnn_on_cuda_only(
 
 def test_a_call_without_a_state_says_what_to_write() -> None:
     net = tt.carry(nn.GRU(3, 8))
-    with pytest.raises(StateError, match=r"y, state = net\(x, net\.initial_state\(lanes=2, like=x\)\)"):
+    with pytest.raises(
+        StateError, match=r"y, state = net\(x, net\.initial_state\(lanes=2, like=x\)\)"
+    ):
         net(torch.zeros(5, 2, 3))
 
 
