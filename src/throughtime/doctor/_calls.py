@@ -18,12 +18,12 @@ from throughtime.doctor._data import (
     EDITS,
     MOVES,
     SPAN,
+    UNKNOWN,
     WRITES,
     Operation,
     Root,
     RootTable,
     latest,
-    unknown,
 )
 from throughtime.doctor._frames import Instruction
 from throughtime.doctor._log import Fault, Log
@@ -236,7 +236,7 @@ class Calls:
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
         lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
         self._check_view(inputs)
-        marks = [unknown(out.shape) for out in op.outputs]
+        marks = [UNKNOWN] * len(op.outputs)
         if lanes and self.table.complete:  # later no operation behind it is followed
             marks[0] = self.table.rows(inputs, op.outputs[0].shape)
         self._add(

@@ -25,6 +25,7 @@ from throughtime.doctor._graph import base_of, storage_of, version_of
 # of a tensor of some shape: the first and the last, (2, *shape)
 Marks = np.ndarray[Any, np.dtype[np.int64]]
 
+UNKNOWN: Marks = np.zeros(2, np.int64)  # for any shape
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
 MAX_MARKS = 200_000  # elements of a tensor whose marks are moved
 MAX_ROOTS = 4096  # roots of raw data
@@ -116,7 +117,7 @@ class RootTable:
         root, base = self.roots.get(storage_of(tensor)), base_of(tensor)
         if root and not root.alive.expired():
             changed = root.version != version_of(tensor)  # unwatched
-            return self.add(base, unknown(base.shape)) if changed else root
+            return self.add(base, UNKNOWN) if changed else root
         return self.add(base) if new and self.complete else NOTHING
 
     def add(self, tensor: Tensor, marks: Marks | None = None) -> Root:
@@ -153,8 +154,8 @@ class RootTable:
     def marks(self, tensor: Tensor) -> Marks:
         """The marks of the elements of a tensor that has a root."""
         root = self.root(tensor)
-        if root.item != tensor.element_size():  # none, or a view as of other numbers
-            return unknown(tensor.shape)
+        if not root.known or root.item != tensor.element_size():  # a view as of other numbers
+            return np.zeros((2, *tensor.shape), np.int64)
         is_whole = root.shape == tensor.shape and root.strides == tensor.stride()
         if root.marks is not None and is_whole:
             return root.marks
@@ -163,7 +164,7 @@ class RootTable:
         if root.marks is not None:
             return root.marks[:, *root.index(offsets)]
         remember(self.raw, root.number, root, MAX_ROOTS)
-        return np.broadcast_to(root.number * SPAN + offsets, (2, *tensor.shape))
+        return np.array([root.number * SPAN + offsets] * 2)
 
     def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
@@ -230,7 +231,7 @@ class RootTable:
                 # the indices of a table are the data themselves, such as numbers of words
                 return self.rows(index, out.shape)
         if name in WRITES:
-            return unknown(out.shape)  # the outputs of a chunk
+            return UNKNOWN  # the outputs of a chunk
         joins = name in JOINS
         if joins:
             fits = len(roots) == len(op.args[0]) and len({root.learned for _, root in roots}) == 1
@@ -249,7 +250,7 @@ class RootTable:
         """The marks of the data in front: of those that share most dimensions with the result."""
         data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
         if not data:
-            return unknown(out.shape)
+            return UNKNOWN
         return self.rows(max(data, key=lambda t: shared(t, out.shape)), out.shape)
 
     def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Marks:
@@ -265,19 +266,15 @@ class RootTable:
             return self.marks(tensor)
         (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
         marks = np.stack([np.minimum(first, end), np.maximum(last, other)])
-        marks = marks.reshape(marks.shape + (1,) * (len(shape) - lead))
-        return np.broadcast_to(marks, (2, *shape))
+        if rest := (1,) * (len(shape) - lead):
+            marks = np.broadcast_to(marks.reshape(marks.shape + rest), (2, *shape))
+        return marks
 
 
 def shared(tensor: Tensor, shape: Any) -> int:
     """The leading dimensions that a tensor shares with a shape."""
     pairs = zip(tensor.shape, shape, strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def unknown(shape: Any) -> Marks:
-    """The marks of what is not known."""
-    return np.broadcast_to(np.int64(0), (2, *shape))
 
 
 def latest(histories: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
