@@ -39,6 +39,7 @@ from throughtime.doctor._graph import (
     base_of,
     behind_copies,
     current_mode,
+    has_hook,
     is_transformed,
     mode_depth,
     next_sequence,
@@ -389,6 +390,7 @@ class LoopEvents(TorchFunctionMode):
             number=next_sequence() - 1,
             lacks=not closure and not any(map(_has_values, grads)),
             repeated=bool(grads and before and before.grad and before.grad() is grads[0]),
+            has_hooks=any(map(has_hook, parameters)),
         )
         source = self._optimizers.setdefault(optimizer, None) or step.line
         if 0 < log.chunk < FIRST_CHUNKS:

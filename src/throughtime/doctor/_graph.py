@@ -50,6 +50,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
+def has_hook(tensor: Tensor) -> bool:
+    """Whether a hook receives its gradients."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def sequence(node: Any) -> int:
     """The number of a node of the graph: larger for later ones, the largest for leaves."""
     number = getattr(node, "_sequence_nr", None)

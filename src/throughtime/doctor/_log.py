@@ -56,6 +56,7 @@ class WeightStep:
     number: int = -1  # the largest sequence number before it
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
+    has_hooks: bool = False  # that use the gradients
     # the line that made the optimizer, if gradients arrived at parameters that none has
     constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone

@@ -67,7 +67,7 @@ def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
             "TT302", step.line, "Nothing cleared the gradients since the last step.", after=2
         )
     sent = {(each.line, each.used) for each in past if each.letter == "b"}
-    if order.endswith("b") and sent == {(lines["b"], False)}:
+    if order.endswith("b") and sent == {(lines["b"], False)} and not step.has_hooks:
         step.lost = order.count("bc")
         if before and before.lost == step.lost > 0:
             yield Fault("TT302", lines["c"], clears, fix=CLEAR_ONCE, after=2)
