@@ -5,8 +5,8 @@ modules, optimizer steps, backwards and batches through hooks. It records what e
 computed from. It changes no result: it draws no random number, keeps no gradient, and restores
 everything that it wrapped. Not to be confused with a profiler or a debugger of shapes.
 
-Cost: some microseconds per operation of the user's code, at most 0.3 of the time of usual loops
-(`benchmarks/doctor.py`).
+Cost: 500 chunks of 20 steps take 1.5 times as long with an LSTM or a cell by hand, 1.2 times with
+an LSTMCell (`benchmarks/doctor.py`); less after the first chunks.
 """
 
 import os
