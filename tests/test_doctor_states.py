@@ -186,14 +186,6 @@ def the_first_state_at_every_chunk() -> None:
         learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
 
 
-@fault
-def one_random_state_at_every_chunk() -> None:
-    x, cells, h0 = series(121, 2, 3), Cells(), (torch.randn(2, 8), torch.randn(2, 8))
-    for i in range(0, 120, 10):
-        y, _ = cells(x[i : i + 10], h0)  # <- TT201
-        learn(cells, mse(y, x[i + 1 : i + 11, :, :1]))
-
-
 class TwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,14 +237,6 @@ def epochs_over_one_series() -> None:
             y, h = net(x[i : i + 10], h)  # <- TT208
             h = h.detach()
             learn(net, mse(y, x[i + 1 : i + 11, :, :1]))
-
-
-@fault
-def epochs_over_one_tensor() -> None:
-    x, net, h = series(31, 1, 3), Net(), torch.zeros(1, 1, 8)
-    for _ in range(12):
-        y, h = net(x[:-1], h.detach())  # <- TT208
-        learn(net, mse(y, x[1:, :, :1]))
 
 
 @fault
@@ -363,17 +347,6 @@ def several_updates_on_a_batch_each_from_the_last_state() -> None:
             y, h = net(a, h)  # <- TT210
             h = h.detach()
             learn(net, mse(y, b))
-
-
-@fault
-def several_updates_on_each_of_the_chunks_of_a_list() -> None:
-    net, h = Net(), None
-    for x in [torch.randn(12, 2, 3) for _ in range(8)]:
-        n = 0
-        while n < 2:
-            y, h = net(x[:-1], h)  # <- TT210
-            h, n = h.detach(), n + 1
-            learn(net, mse(y, x[1:, :, :1]))
 
 
 @fault
@@ -540,17 +513,6 @@ def question_and_answer_of_every_chunk_with_one_state() -> None:
         y, h = net(answer, h)
         learn(net, y.square().mean())
         h = h.detach()
-
-
-@sound
-def events_of_several_users_in_one_table() -> None:
-    events, users = series(80, 3), torch.randint(0, 3, (80,)).tolist()
-    cell, head, states = nn.GRUCell(3, 8), nn.Linear(8, 1), dict[int, Tensor]()
-    net = nn.ModuleList([cell, head])
-    for t, user in enumerate(users):
-        h = cell(events[t : t + 1], states.get(user, torch.zeros(1, 8)))
-        states[user] = h.detach()
-        learn(net, head(h).square().mean())
 
 
 @sound

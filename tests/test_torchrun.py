@@ -155,7 +155,7 @@ def wrapped(kind: str, module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["DistributedDataParallel", "DataParallel"])
 def test_wrappers_for_several_devices_are_refused_with_the_line_to_write(kind: str) -> None:
-    refused = rf"(?s)is wrapped in {kind}: .*Hand the bare module: net = tt.carry\(wrapped.module\)"
+    refused = rf"(?s)is wrapped in {kind}, .*Hand the bare module: net = tt.carry\(wrapped.module\)"
     data = {"inputs": torch.randn(40, 3), "targets": torch.randn(40)}
     stream = tt.Stream(data, lanes=1, chunk=10)
     with group_of_one():
