@@ -150,8 +150,8 @@ def test_state_of_other_lanes_is_refused_naming_the_leaf(row: Row) -> None:
     with pytest.raises(
         StateError,
         match=(
-            rf"leaves .*'{first}': \(4, .*the chunk 2"
-            r" lanes.*initial_state\(lanes=2\)"
+            rf"leaves .*'{first}': \(4, .*expected 2 lanes"
+            r".*initial_state\(lanes=2\)"
         ),
     ):
         net(x[:, :2], start(net, x))

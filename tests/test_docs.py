@@ -27,8 +27,6 @@ ERRORS = [page for page in PAGES if "docs/errors/" in page and not page.endswith
 IN_ORDER = "docs/how-to/extending.md", TUTORIAL  # whose commands need the files of their blocks
 PLAIN = [p for p in PAGES if not p.startswith((RECIPES, "docs/errors")) and p not in IN_ORDER]
 Names = dict[str, Any]
-# steps, epochs and verified steps that show no more of what a block does
-LESS = {"5_000": "1_000", "epochs=4": "epochs=2", "rate=360, cl": "rate=360, steps=200, cl"}
 
 
 def all_blocks(page: str) -> list[tuple[str, str]]:
@@ -97,8 +95,6 @@ def test_the_python_of_a_page_runs(page: str, reader: Reader) -> None:
 
     reader.patch.setattr("subprocess.run", run_here)
     for number, block in enumerate(blocks(page, "python"), 1):
-        for longer, short in LESS.items():
-            block = block.replace(longer, short)  # noqa: PLW2901
         exec(compile(block, f"{page}, block {number}", "exec"), reader.names)
     assert len(reader.names) > 5
 

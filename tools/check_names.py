@@ -70,7 +70,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(25_000, 25_000),
     "kernels, nn": Part(16_000, 16_000),
-    "carry": Part(22_516, 20_000, modules=9),
+    "carry": Part(22_514, 20_000, modules=9),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(18_000, 18_000),

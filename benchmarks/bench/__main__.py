@@ -89,13 +89,14 @@ def _measure(
 ) -> None:
     if "own" in levels:
         run(results, cases, threads, settings, out.print)
-    if AVX2 in levels:
+    trainings = [case for case in cases if case.kind == "train"]
+    if AVX2 in levels and trainings:
         flags = [
             "--rounds",
             str(settings.rounds),
             *(["--quick"] if settings.turn == QUICK.turn else []),
         ]
-        run_avx2(results, [case for case in cases if case.kind == "train"], [1], flags, out.print)
+        run_avx2(results, trainings, [1], flags, out.print)
 
 
 def _parts(text: str) -> list[str]:

@@ -204,7 +204,8 @@ class ModuleAdapter(Adapter):
         if lanes != 1 and any(dim.dim is None for dim in c.lanes.dims):
             raise ModelError(
                 f"{type(self.module).__name__} computes one lane at a time, got {lanes}: use"
-                " tt.Stream(..., lanes=1), or tt.carry(module, batch_first=True) or False"
+                " tt.Stream(..., lanes=1). If it has a batch dimension, name its place:"
+                " tt.carry(module, batch_first=True) or batch_first=False"
             )
         start = self.start(lanes) if c.lanes.dims else None
         state = c.lanes.fill(start, lanes, weight_of(self.module))

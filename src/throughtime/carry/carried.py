@@ -21,10 +21,7 @@ from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
 from throughtime.carry._calls import Adapter, Convention, Ran
-from throughtime.carry._inside import (
-    RECURRENT,
-    is_sharded,
-)
+from throughtime.carry._inside import RECURRENT, is_sharded
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
 from throughtime.carry.layers import (
@@ -173,9 +170,9 @@ class Carried(nn.Module):
         for leaf in trees.tensors(state):
             if leaf.shape[:1] != (lanes,):
                 raise StateError(
-                    f"the state has the leaves {shapes_of(state)}, the chunk {lanes} lanes, which"
-                    " come first: take tt.state.select(state, lanes) or"
-                    f" net.initial_state(lanes={lanes})"
+                    f"the state has the leaves {shapes_of(state)}, expected {lanes} lanes, those of"
+                    " the chunk, in the first dimension of each: take tt.state.select(state, lanes)"
+                    f" or net.initial_state(lanes={lanes})"
                 )
         if resets is not None and resets.shape != x.shape[:2]:
             raise DataError(
@@ -227,8 +224,8 @@ class Carried(nn.Module):
         weight = next(self.module.parameters(), x)
         error.add_note(
             f"throughtime: the inputs are {tuple(x.shape)}, {x.dtype} on {x.device}, the first"
-            f" weight {tuple(weight.shape)}, {weight.dtype} on {weight.device}. If they do not fit,"
-            f" convert the inputs: x.to({str(weight.device)!r}), tt.Stream(...,"
+            f" weight {tuple(weight.shape)}, {weight.dtype} on {weight.device}. If type or device"
+            f" differ, convert the inputs: x.to({str(weight.device)!r}), tt.Stream(...,"
             f" dtype={weight.dtype}) or tt.predict(..., dtype={weight.dtype})."
         )
 

@@ -182,7 +182,8 @@ class RootTable:
         if base.dtype == array.dtype and base.flags.writeable:
             start = (array.ctypes.data - base.ctypes.data) // array.itemsize
             strides = [n // array.itemsize for n in array.strides]
-            self.root(whole := torch.from_numpy(base))
+            whole = torch.from_numpy(base)
+            self.root(whole)  # a part alone would be a root of its own
             part = whole.as_strided(array.shape, strides, start)
             self.add(out, self.rows(part, out.shape))
 
@@ -266,8 +267,8 @@ class RootTable:
             return self.marks(tensor)
         (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
         marks = np.stack([np.minimum(first, end), np.maximum(last, other)])
-        if rest := (1,) * (len(shape) - lead):
-            marks = np.broadcast_to(marks.reshape(marks.shape + rest), (2, *shape))
+        if ones := (1,) * (len(shape) - lead):
+            marks = np.broadcast_to(marks.reshape(marks.shape + ones), (2, *shape))
         return marks
 
 
