@@ -176,6 +176,7 @@ def rows_of(biases: dict[int, float]) -> Audit:
         ({1: 0.5, 2: 0.2, 4: 0.05, 8: 0.11}, 0.1, None),
         ({1: 0.5, 2: 0.2, 4: 0.05, 8: 0.1}, 0.1, 4),
         ({1: math.nan, 2: 0.01}, 0.1, 2),
+        ({1: 0.5, 100: 0.0}, 0.1, None),  # as long as the stretch: it cuts nothing there
     ],
 )
 def test_suggestion_is_the_shortest_from_which_on_none_is_above_the_tolerance(

@@ -609,3 +609,14 @@ def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
         monkeypatch.setattr(session, "TOLERANCE", 1e30)
         monkeypatch.setattr(source, "TOLERANCE", 1e30)
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_node
+def test_a_reset_that_forgets_a_part_of_the_state_is_refused(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    render = source.render
+    line = r"s\.\w+\.set\(w\.start_.*"
+    monkeypatch.setattr(source, "render", lambda *a: re.sub(line, "", render(*a), count=1))
+    with pytest.raises(ModelError, match="differs"):
+        exported(tmp_path, CHAINS["gru two"], "net.js")

@@ -69,6 +69,6 @@ def audit_run(run: Run, options: AuditOptions) -> AuditReport:
     stream = make_stream(recordings, spec, config, config.lanes, seed=config.seed)
     loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
     anchors = min(64, _PASSES * config.lanes)
-    cost = audit(net, stream, loss_fn, horizons=options.horizons or None, steps=steps)
+    cost = audit(net, stream, loss_fn, horizons=options.horizons, steps=steps)
     back = reach(net, stream, loss_fn, max_lag=lag, anchors=anchors, steps=steps)
     return AuditReport(spec.update, cost, back, settling_time(net, stream, span=lag, steps=steps))

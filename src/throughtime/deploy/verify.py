@@ -285,7 +285,7 @@ def play_c(
     if getattr(compiled, f"{name}_check")():
         raise ModelError(f"{library}: its check fails")
     run, reset = (getattr(compiled, f"{name}_{function}") for function in ("run", "reset"))
-    state = _numbers(initial_state(description, 1))
+    state = _numbers(initial_state(description, 1)) * np.nan  # a reset must set all of it
     reset(state.ctypes)
     kind = np.int32 if description["inputs"]["indexed"] else np.float32
     outputs: list[Array] = []
@@ -307,6 +307,8 @@ const x = numbers("x.bin", indexed ? Int32Array : Float32Array);
 const starts = numbers("starts.bin", Float32Array);
 const net = create();
 if (!net.check()) throw new Error("its check fails");
+for (const leaf of Object.values(net.state)) leaf.fill(NaN);
+net.reset();
 const rows = [];
 for (let k = 0, at = 0; k < x.length; k += width) {
   if (starts.length)

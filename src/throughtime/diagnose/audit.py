@@ -102,10 +102,11 @@ class Audit:
         usually smaller, updates are more, and an update costs horizon / stride times the passes.
 
         `None` if even the longest audited horizon has a bias above `tolerance`: audit longer ones,
-        or train with `tt.Exact()`.
+        or train with `tt.Exact()`. One as long as the stretch cuts nothing there, and shows nothing
+        of longer recordings.
         """
         near = takewhile(lambda row: row.bias <= tolerance, reversed(self.rows))
-        return min((row.horizon for row in near), default=None)
+        return min((row.horizon for row in near if row.horizon < self.steps), default=None)
 
     def __str__(self) -> str:
         """A line for each horizon; `worst parameter` is the one whose gradient is most wrong."""
@@ -285,7 +286,7 @@ def _line(row: Truncation) -> str:
 def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
     least = stride or 1
     fitting = [h for h in HORIZONS if least <= h < steps] or [max(least, steps // 2)]
-    horizons = sorted(set(fitting if requested is None else requested))
+    horizons = sorted(set(requested or fitting))
     for horizon in horizons:
         check_horizon(horizon if stride is None else stride, horizon)
     return horizons
