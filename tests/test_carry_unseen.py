@@ -252,7 +252,24 @@ def test_lines_are_those_that_work() -> None:
             tt.carry(module, inputs(), **options)
         return str(error.value)
 
+    class TwoStarts(Leftover):
+        def init_hidden(self, lanes: int) -> Tensor:
+            return torch.ones(1, lanes, 4)
+
+        def forward(self, x: Tensor, state: Any = None) -> Any:
+            return self.gru(x, state)
+
+    class Truncates(Starting):
+        def forward(self, x: Tensor, state: Any = None) -> Any:
+            outputs = list[Tensor]()
+            for t, step in enumerate(x):
+                y, state = super().forward(step, state.detach() if t == 9 else state)
+                outputs.append(y)
+            return torch.stack(outputs), state
+
     assert "torch.full((lanes, 4), VALUE)" in said(Starting())  # zeros were tried
+    assert "Say what a recording starts from" in said(TwoStarts())
+    assert "no gradient" in said(Truncates())
     assert "pad the inputs once" in said(Convolutions())
     assert "Write: tt.carry(module, context=4)" in said(Unpadded())
     text = said(Policy(), call=lambda m, x, state: m(x, state), start=torch.zeros(4))
@@ -351,9 +368,15 @@ class HiddenTakenFirst(nn.Module):
         super().__init__()
         self.cell, self.out = nn.GRUCell(FEATURES, 4), nn.Linear(4, 4)
 
-    def forward(self, prev_hidden: Tensor, obs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, prev_hidden: Tensor, obs: Tensor) -> Any:
         h = self.cell(obs, prev_hidden)
         return self.out(h), h
+
+
+class HiddenAlwaysFirst(HiddenTakenFirst):
+    def forward(self, prev_hidden: Tensor, obs: Tensor) -> Any:
+        y, hidden = super().forward(prev_hidden, obs)
+        return hidden, y
 
 
 class Swapped(nn.Module):
@@ -363,7 +386,7 @@ class Swapped(nn.Module):
         super().__init__()
         self.cell, self.out = nn.LSTMCell(FEATURES, 4), nn.Linear(4, 2)
 
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Any:
         h_new, c_new = self.cell(x, (h, c))
         return self.out(h_new), c_new, h_new
 
@@ -377,6 +400,7 @@ TURNED: list[tuple[Callable[[], nn.Module], int, Author]] = [
     (HiddenFirst, 1, lambda m, x, s: m(x, *s)[::-1]),
     (lambda: HiddenFirst().requires_grad_(False), 1, lambda m, x, s: m(x, *s)[::-1]),
     (HiddenTakenFirst, 1, lambda m, x, s: m(*s, x)),
+    (HiddenAlwaysFirst, 1, lambda m, x, s: m(*s, x)[::-1]),
     (Swapped, 2, lambda m, x, s: [m(x, *s)[i] for i in (0, 2, 1)]),
 ]
 
@@ -392,7 +416,7 @@ def test_where_a_result_may_be_turned_the_line_says_how(
         wanted.append(y)
     net = tt.carry(module, x, **line_of(module, x))
     assert apart(played(net, x), torch.stack(wanted)) < EXACT
-    if make is not HiddenTakenFirst:
+    if make not in (HiddenTakenFirst, HiddenAlwaysFirst):
         monkeypatch.setattr(_search.Search, "_check_order", lambda *_: None)
         net = tt.carry(make(), x)  # accepted, and wrong: the question is needed
         assert apart(played(net, x), torch.stack(wanted)) > EXACT

@@ -62,9 +62,9 @@ def assert_same(one: Seen, other: Seen, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def carried(make: Make, dtype: torch.dtype = WIDE) -> Carried:
+def carried(make: Make, dtype: torch.dtype = WIDE, **options: Any) -> Carried:
     torch.manual_seed(3)
-    return tt.carry(make().to(dtype))
+    return tt.carry(make().to(dtype), **options)
 
 
 def stream_of(net: Carried, loss_fn: nn.Module, classes: int, lanes: int) -> tt.Stream:
@@ -474,15 +474,13 @@ def test_a_change_between_two_updates_is_noticed(
     assert_same(found, by_graph(course))
 
 
-def test_a_learned_start_is_not_taken_for_zeros(calls: list[str]) -> None:
-    class Starts(State):
-        def initial_state(self, lanes: int) -> Any:
-            ones = torch.ones(1, lanes, HIDDEN, dtype=WIDE)
-            return ones, ones
+def test_a_start_of_ones_is_not_taken_for_zeros(calls: list[str]) -> None:
+    def course() -> Seen:
+        return epoch(carried(State, start=(torch.ones(HIDDEN),) * 2))
 
-    result = epoch(carried(Starts))
+    result = course()
     assert 0 < len(calls) < len(result.losses)  # those without a reset
-    assert_same(result, by_graph(lambda: epoch(carried(Starts))))
+    assert_same(result, by_graph(course))
 
 
 class Normed(Net):

@@ -190,12 +190,11 @@ class ModuleAdapter(Adapter):
         None if a chunk is not one call of the forward, whose results are outputs and state.
         """
         c, outputs = self.convention, self.convention.outputs[0]
-        own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop
+        own = c.context, c.inputs, c.call, c.scratch, self.unpack, c.drop, c.unit != "chunk"
         second = tuple(p.name for p in parameters_of(self.module.forward)[1:2])
         ways = ((), (), ()), ((0,), second, (1,))
-        is_plain = c.unit == "chunk" and not any(own) and c.order == outputs.order
-        is_plain = is_plain and (outputs.path, c.arguments, c.result) in ways
-        return bool(c.arguments) if is_plain else None
+        is_plain = (outputs.path, c.arguments, c.result) in ways and c.order == outputs.order
+        return bool(c.arguments) if is_plain and not any(own) else None
 
     # ------------------------------------------------------------ the start
 
@@ -416,7 +415,7 @@ def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> St
     method, values = getattr(module, name), {}
     for p in parameters_of(method):
         if p.default is p.empty or "batch" in p.name:
-            value: Any = example if INPUT_NAME.fullmatch(p.name) else lanes
-            value = example.device if p.name == "device" else value
+            size = example.device if p.name == "device" else lanes
+            value = example if INPUT_NAME.fullmatch(p.name) else size
             values[p.name] = None if names_state(p.name) else value
     return method(**values)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +109,9 @@ class LayerCall:
     before: Mapping[str, State]
     steps: int
     context: int = 0
-    passed: dict[str, State] = field(default_factory=dict[str, State])
-    after: dict[str, State] = field(default_factory=dict[str, State])
-    seen: Counter[str] = field(default_factory=Counter[str])
+    passed: dict[str, State] = field(default_factory=dict)
+    after: dict[str, State] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
 
 
 _active: ContextVar[Any] = ContextVar("_active", default=(None, None))  # hooks and their call
@@ -254,10 +254,7 @@ class ConstantRandomness(TorchFunctionMode):
     something that is dropped or drawn is part of its state.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name:
             x = (*args, *kwargs.values())[0].clone()
@@ -288,10 +285,7 @@ def quiet(device: torch.device) -> Generator[None]:
         random.setstate(python)
 
 
-T = TypeVar("T", bound=nn.Module)
-
-
-def copy_of(module: T) -> T | None:
+def copy_of(module: Any) -> Any:
     """A copy of a module, with weights of its own; None for one that refuses to be copied.
 
     Tensors with a graph in attributes, which torch does not copy, are detached.
@@ -346,7 +340,7 @@ def set_modes(module: nn.Module, training: Sequence[bool]) -> None:
 def is_sharded(module: nn.Module) -> bool:
     """Whether weights are spread over ranks: such a module cannot be called part by part."""
     # by name: importing DTensor takes longer than all of throughtime
-    kinds = {*map(type, module.parameters()), *map(type, module.modules())}
+    kinds = {*map(type, (*module.parameters(), *module.modules()))}
     return any(b.__name__ in ("DTensor", "FSDPModule") for kind in kinds for b in kind.__mro__)
 
 
@@ -358,7 +352,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
 def random_normal(shape: Sequence[int], seed: int) -> Tensor:
     """Standard normal numbers on the host, whatever the default device and dtype are."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def sample_inputs(
@@ -412,7 +406,7 @@ def perturb(module: nn.Module) -> None:
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
             if p.is_floating_point() and p.numel():
-                spread = max(0.1, float(p.detach().square().mean().sqrt()))
+                spread = max(0.1, float(p.square().mean().sqrt()))
                 is_positive = p.dim() == 1 or bool((p > 0).all())
                 p.add_(random_normal(p.shape, i).to(p) * spread)
                 p.copy_(p.abs() if is_positive else p)

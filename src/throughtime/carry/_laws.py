@@ -34,13 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter, Convention, Ran
+from throughtime.carry._calls import STATE, ZEROS, Adapter, Convention, Ran
 from throughtime.carry._inside import (
     ConstantRandomness,
     Snapshot,
     attributes,
     changed_inputs,
     get_attributes,
+    parameters_of,
     random_normal,
     set_modes,
     weight_of,
@@ -116,9 +117,9 @@ LAWS = {
     ),
     "start": (
         "it gives other outputs, or gradients, for no state than from the start that was tried, or"
-        " its start is random. Give the module a method initial_state(lanes) that returns its"
-        " start, or write tt.carry(module, start=lambda m, lanes: ...). With context=, pad the"
-        " inputs once, by all its steps, and no layer inside"
+        " its start is random. Say what a recording starts from: tt.carry(module, start=lambda m,"
+        " lanes: ...), or let forward without a state start from its method initial_state(lanes)."
+        " With context=, pad the inputs once, by all its steps, and no layer inside"
     ),
     "long": (
         "long chunks with the state carried do not give what one call gives. A call reads steps"
@@ -253,15 +254,26 @@ def measured(
         y, end = runs(x)
         scale = 1 + float(y.detach().abs().max())
         laws = _of_any(runs, x, [*chunks], (y.detach(), end), (relative * scale, rounding * scale))
-    c, is_said = runs.convention, isinstance(runs.convention.start, tuple)
+
+    def far(law: Callable[..., float]) -> float:
+        """A law in chunks as long as those of the stream: a call may detach now and then."""
+        with suppress(FloatingPointError):  # noise lets a recurrence grow
+            if long is not None and c.unit == "chunk":
+                return law(runs, long, [len(long) // 2, -(-len(long) // 2)], scale)
+        return 0.0
+
+    c, near = runs.convention, laws["credit"]
     laws |= {
+        "credit": lambda: max(near(), far(_credit)),
         "random": lambda: difference(
             runs.starts[0],
             # the user's may differ between lanes
-            trees.map_leaves(lambda s: s if is_said else s[:1].expand(s.shape), runs.starts[1]),
+            trees.map_leaves(
+                lambda s: s if isinstance(c.start, tuple) else s[:1].expand(s.shape), runs.starts[1]
+            ),
         ),
         "kept": lambda: kept_difference(runs, x),
-        "long": lambda: _long_difference(runs, long, scale),
+        "long": lambda: far(_long_difference),
         "start": lambda: _own_difference(runs, x, c.unit),
         "last": lambda: _own_difference(runs, long, "chunk") if c.unit == "last" else 0.0,
     }
@@ -375,10 +387,9 @@ def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
     y, _ = runs(x[early:], state=state)
     for leaf in filter(trees.differentiable, trees.tensors(state)):
         other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
-        changed, _ = runs(x[early:], state=other)
+        z, _ = runs(x[early:], state=other)
         for part in (slice(1), slice(1, None)):
-            moves = difference(changed[part], y[part]) > limit
-            if moves and not gradients(y[part], [leaf])[0].any():
+            if difference(z[part], y[part]) > limit and not gradients(y[part], [leaf])[0].any():
                 return True
     return False
 
@@ -386,13 +397,8 @@ def cuts_credit(runs: Runs, x: Tensor, early: int, limit: float) -> bool:
 # ---------------------------------------------------------------- with the author's own calls
 
 
-def _long_difference(runs: Runs, x: Any, scale: float) -> float:
-    if runs.convention.unit != "chunk":
-        return 0.0
-    try:
-        y, z = (runs(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
-    except FloatingPointError:  # noise lets a recurrence grow
-        return 0.0
+def _long_difference(runs: Runs, x: Tensor, lengths: list[int], scale: float) -> float:
+    y, z = (runs(x, *chunks)[0] for chunks in ((), lengths))
     return difference(y, z) * scale / (1 + float(y.abs().max()))
 
 
@@ -405,11 +411,13 @@ def _own_difference(runs: Runs, x: Any, unit: str) -> float:
         unit: of the author's call; it is longer than in use where a chunk gives the last outputs.
     """
     adapter, c = runs.adapter, runs.convention
-    is_same, is_said = unit == c.unit, c.start not in (None, OWN, ZEROS) and not c.attributes
-    if c.call or (is_said and is_same):
+    parameters = parameters_of(runs.module.forward)
+    needs = any(p.default is p.empty for p in parameters if p.name in c.arguments)
+    is_same, is_said = unit == c.unit, c.start != ZEROS and (needs or isinstance(c.start, tuple))
+    if c.call or (is_said and is_same and c.start and not c.attributes):
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if unit == "chunk" else x[:1], list[Any]()
-    for start in (None, c.start) if c.start == ZEROS else (c.start,):
+    for start in (c.start,) if is_said or c.attributes else (None, c.start):
         with suppress(*[Exception] * is_same):  # it needs a state
             calls = calls or [runs.own(x, start, unit) for _ in range(2)]
     if not calls:
@@ -445,8 +453,8 @@ def kept_difference(runs: Runs, x: Tensor) -> float:
     runs.restore()
     for _ in range(2):
         runs(x[:1], restore=False)
-        values = attributes(runs.module)
-        rows.append({key: v for key, v in values.items() if type(v) in (int, float)})
+        held = attributes(runs.module).items()
+        rows.append({key: v for key, v in held if type(v) in (int, float)})
     if rows[0] != rows[1]:
         return math.inf
     if c.attributes:
@@ -465,8 +473,8 @@ def gradients(y: State, leaves: Sequence[Tensor]) -> list[Tensor]:
     if not (leaves and parts):
         return [*map(torch.zeros_like, leaves)]
     weights = [random_normal(part.shape, 2).to(part) for part in parts]
-    options: Any = {"retain_graph": True, "materialize_grads": True}
-    return [grad.to_dense() for grad in torch.autograd.grad(parts, leaves, weights, **options)]
+    grads = torch.autograd.grad(parts, leaves, weights, retain_graph=True, materialize_grads=True)
+    return [grad.to_dense() for grad in grads]
 
 
 def gradient_difference(y: State, z: State, leaves: Sequence[Tensor]) -> float:
@@ -482,16 +490,19 @@ def difference(first: Any, second: Any) -> float:
 
     Infinities of one sign are equal, and so are two NaN.
     """
-    rows = [trees.named_tensors([tree]) for tree in (first, second)]
-    if [(name, leaf.shape) for name, leaf in rows[0]] != [(n, leaf.shape) for n, leaf in rows[1]]:
+    rows = [dict(trees.named_tensors([tree])) for tree in (first, second)]
+    if rows[0].keys() != rows[1].keys():
         return math.inf
-    return max((_distance(a, b) for (_, a), (_, b) in zip(*rows, strict=True)), default=0.0)
+    return max((_distance(leaf, rows[1][name]) for name, leaf in rows[0].items()), default=0.0)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach(), b.detach()
+    if a.shape != b.shape:
+        return math.inf
     if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
-    a, b = (t.cpu().to(torch.promote_types(t.dtype, torch.float64)) for t in (a, b))
-    distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
-    return float(distance.masked_fill(torch.isclose(a, b, 0, 0, equal_nan=True), 0).max())
+    a, b = (  # one NaN would hide the others
+        t.detach().cpu().to(torch.promote_types(t.dtype, torch.float64)).nan_to_num(1e300)
+        for t in (a, b)
+    )
+    return float((a - b).abs().max())

@@ -162,9 +162,11 @@ def _nearest(search: Search) -> Failure:
 
 def _line(search: Search, nearest: Failure) -> str:
     """The keywords to write: a start, or a call with one, or inputs; none for another fault."""
-    law, lanes = nearest.law, nearest.convention.lanes
-    if law is not None and law.name in ("random", "start") and lanes.dims:
-        state = lanes.to_module(lanes.fill(None, MARK, None))
+    law, c = nearest.law, nearest.convention
+    if law is not None and law.name in ("random", "start") and c.lanes.dims and not c.context:
+        if law.name == "start" and c.start in search.own_methods:
+            return ""  # of two, the user knows which is meant
+        state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
         return _start(state, "torch.full({}, VALUE)" if law.name == "start" else "torch.zeros{}")
     if search.base.call or not (law is None or law.error or law.name == "memory"):
         return ""
@@ -192,12 +194,16 @@ def _call(search: Search) -> str:
     values |= {n: f"state[{i}]" for i, n in enumerate(states) if states[1:]}
     passed = [f"{first}={x}" if turned else x, *(f"{n}={value}" for n, value in values.items())]
     call = f"m{name}({', '.join(passed)})"
-    if search.is_turned and "True" not in values.values():  # a flag may change what it returns
+    known = {plain_name(n): n for n in states}
+    method = getattr(search.module, name[1:] or "forward")
+    names = [known.get(n, "") for n in map(plain_name, returned_names(method))]
+    if turned and not names:
+        return ""  # the order of what it returns is not known either
+    is_turned_back = search.is_turned or (any(names) and not names[-1])
+    if is_turned_back and "True" not in values.values():  # a flag may change what it returns
         call += "[::-1]"
     if states[1:]:
-        method = getattr(search.module, name[1:] or "forward")
-        known = {plain_name(n): n for n in states}
-        names = [known[n] for n in map(plain_name, returned_names(method)) if n in known]
+        names = [n for n in names if n]
         names = names if sorted(names) == sorted(states) else states
         call = f"(lambda y, {', '.join(names)}: (y, ({', '.join(states)})))(*{call})"
     return f"call=lambda m, x, state: {call}, {_start_of(search, len(states), values)}"

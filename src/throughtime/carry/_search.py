@@ -20,13 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import (
-    OWN,
-    UNITS,
-    ZEROS,
-    Convention,
-    ModuleAdapter,
-)
+from throughtime.carry._calls import OWN, UNITS, ZEROS, Convention, ModuleAdapter
 from throughtime.carry._inside import (
     LANES,
     LONG_STEPS,
@@ -174,7 +168,6 @@ class Search:
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
         with quiet(self.x.device):
-            snapshot = Snapshot(self.module)
             self.modes = [m.training for m in self.module.modules()]
             self.twins = twins_of(self.module, self.x)
             try:
@@ -184,16 +177,16 @@ class Search:
                         if self._accepts(convention, lanes):
                             return convention
                         law = self.failures[-1].law
-                        # without a state, a context as long as a trial passes all but `long`
-                        is_short = convention.context and convention.is_inside
-                        if law is not None and law.name in NEAR and not is_short:
+                        if law is None or (convention.context and convention.is_inside):
+                            continue  # a context as long as a trial passes all laws but `long`
+                        # no state is another start than that of the author's method
+                        is_asked = law.name == "start" and convention.start in self.own_methods
+                        if is_asked or law.name in NEAR:
                             return None
                     if any(failure.stage >= 2 for failure in self.failures):
                         return None  # it takes so many lanes, and breaks a law
             except OutOfTimeError:
                 self.is_late = True
-            finally:
-                snapshot.restore()
         return None
 
     def _note(
@@ -220,7 +213,8 @@ class Search:
             self._is_reported = True
             _log.warning(
                 "tt.carry still tries ways of calling %s, and gives up after %.0f s",
-                *(type(self.module).__name__, PATIENCE),
+                type(self.module).__name__,
+                PATIENCE,
             )
         if seconds > PATIENCE:
             raise OutOfTimeError
@@ -272,7 +266,9 @@ class Search:
             return
         parameters = parameters_of(self.module.forward)
         if base.inputs is None and is_turned(parameters):
-            raise MisfitError(f"takes {parameters[0].name} before its inputs")
+            raise MisfitError(
+                f"takes {parameters[0].name} before its inputs: call=lambda m, x, state: says how"
+            )
         options = parameters[len(base.arrange(x)) :]
         if required := tuple(p.name for p in options if p.default is p.empty):
             if len({*map(names_state, required)}) > 1 or "len" in str(required):
@@ -379,7 +375,7 @@ class Search:
         orders = (c.order, *ORDERS) if c.unit == "chunk" else (TIME_FIRST, LANES_FIRST)
         sizes = len(x), x.shape[1], c.context
         fits = [OutputLayout.of(path, y, orders, sizes, x.dim()) for path, y in leaves]
-        layouts = [layout for layout in fits if layout is not None]
+        layouts = [*filter(None, fits)]
         if not layouts or (c.several and None in fits):
             raise MisfitError(
                 f"it returned tensors of shapes {[tuple(y.shape) for _, y in tensor_paths(result)]}"

@@ -24,10 +24,7 @@ from throughtime.carry._calls import Adapter, Convention, Ran
 from throughtime.carry._inside import RECURRENT, is_sharded
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry.layers import (
-    adapter_for,
-    prepared,
-)
+from throughtime.carry.layers import adapter_for, prepared
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.nn.affine import Difference
@@ -230,14 +227,13 @@ class Carried(nn.Module):
         )
 
 
-def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add `module.` to the names of the module; a hook of torch before loading.
 
     A parameter `weight` of the module is `module.weight` in the tree of modules and `weight` in a
     `state_dict`, so that a carried net and the plain module load each other. Names that have it
     already are those of `named_parameters`, or of DistributedDataParallel.
     """
-    del rest
     names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
     expected = net.get_submodule("module").state_dict().keys()
     is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
@@ -312,8 +308,7 @@ def carry(
         >>> y.shape
         torch.Size([5, 2, 8])
     """
-    is_module = isinstance(module, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_module or isinstance(module, torch.jit.ScriptModule):
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ModelError(
             f"tt.carry got {module!r:.200}, expected a torch.nn.Module, before it is scripted:"
             " tt.carry(Net()), with def forward(self, x, state), which returns (y, state)"

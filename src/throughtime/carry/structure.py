@@ -42,7 +42,7 @@ from throughtime.state import State
 
 # plain attributes of a recurrent layer, which the user may write to
 _settings = itemgetter(
-    *("mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first")
+    "mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first"
 )
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _hooks = itemgetter(*_KINDS)
@@ -68,20 +68,17 @@ UNNOTICED = re.compile("(STORE|DELETE)_(ATTR|GLOBAL)|PUSH_EXC_INFO|MAKE_FUNCTION
 _calls = attrgetter("__call__", "__getattr__", "__getattribute__")
 
 
-class Guards:
+class Guards(dict[Any, Any]):
     """What was read, which must stay the same objects."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, Any] = {}
 
     def read(self, get: Callable[[Any], Any], key: Any) -> Any:
         """What a function returns, which must stay the same object."""
-        self._values[get, key] = value = get(key)
+        self[get, key] = value = get(key)
         return value
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        for (get, key), value in self._values.items():  # noqa: SIM110  # a generator takes longer
+        for (get, key), value in self.items():  # noqa: SIM110  # a generator takes longer
             if get(key) is not value:
                 return False
         return True
@@ -137,9 +134,10 @@ def _snapshot(module: nn.Module) -> list[list[Any]]:
         own, kind = vars(m), type(m)
         held = _hooks(own)
         hooks = [hook for each in held for hook in each.values()] if any(held) else ()
-        children = [*own["_modules"].items()]
         settings = _settings(own) if isinstance(m, nn.RNNBase) else ()
-        rows.append([own.get("forward"), hooks, kind, kind.forward, children, settings])
+        rows.append(
+            [own.get("forward"), hooks, kind, kind.forward, [*own["_modules"].items()], settings]
+        )
     return rows
 
 
@@ -320,8 +318,7 @@ class _Number(_Symbol):
     def __call__(self, *_: Any, **__: Any) -> Any:
         return self
 
-    def __getitem__(self, _: object) -> Any:
-        return self
+    __getitem__ = __call__
 
     def __iter__(self) -> Any:
         """Those of `(T, B, D)`: a trial of consumers refuses what has others."""
