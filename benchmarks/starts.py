@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from examples.policies.starts import CarriedStart, NoiseStart
 
 from throughtime.carry import Carried
 from throughtime.gradient import Policy, Update
-from throughtime.stream import Recording
 
 
 def policies() -> dict[str, Policy]:
@@ -49,7 +49,7 @@ def epochs(net: Carried, stream: tt.Stream, policy: Policy) -> Iterator[Update]:
         memory = run.policy_state
 
 
-def accuracy(recordings: Sequence[Recording], policy: Policy, seed: int, updates: int) -> float:
+def accuracy(recordings: Sequence[Any], policy: Policy, seed: int, updates: int) -> float:
     """The share of correct labels on the unbroken test recording, after training."""
     torch.manual_seed(seed)
     net = tt.carry(nn.Sequential(nn.LSTM(1, HIDDEN), nn.Linear(HIDDEN, 2)))

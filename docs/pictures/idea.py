@@ -94,8 +94,8 @@ def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
         "The same LSTM, trained in two ways",
         "The signal, the mode of the machine, and what two networks answer step by step. "
         + "; ".join(scores)
-        + " on the whole recording, the median of three seeds. The network of the stream follows every"
-        " switch. That of the windows never switches.",
+        + " on the whole recording, the median of three seeds. The network of the stream follows"
+        " every switch. That of the windows never switches.",
         body,
         theme=theme,
     )
