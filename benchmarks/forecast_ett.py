@@ -1,6 +1,7 @@
 """Skill of a forecast of the change from now, of the plain value, and of a loop written by hand.
 
-    python benchmarks/forecast_ett.py ETTh1.csv [--seeds 0,1,2] [--updates 600] [--out runs/ett]
+    python benchmarks/forecast_ett.py ETTh1.csv [--seeds 0,1,2] [--updates 600] [--lr 0.0005]
+        [--validations 20] [--out runs/ett] [--json benchmarks/results/forecast_ett.json]
     python benchmarks/forecast_ett.py --table
 
 ETTh1 is a public hourly series of a transformer: the oil temperature `OT` and six loads (Zhou et
@@ -31,14 +32,14 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 AHEAD, LENGTH, LANES, DAY = (1, 6, 24), 168, 16, 24
-LR, DECAY, VALIDATIONS = 0.0005, 0.1, 20
+DECAY = 0.1
 METHODS = {
     "difference": ["--difference"],
     "first:400": ["--difference", "--standardise", "first:400"],
@@ -70,11 +71,20 @@ def write_splits(path: Path, out: Path) -> Path:
     return out / "ett.csv"
 
 
-def command(data: Path, run: Path, seed: int, updates: int, *more: str) -> np.ndarray[Any, Any]:
+class Setting(NamedTuple):
+    """How long a method trains, at which rate, and how often it is validated."""
+
+    updates: int
+    lr: float
+    validations: int
+
+
+def command(data: Path, run: Path, seed: int, setting: Setting, *more: str) -> np.ndarray[Any, Any]:
     """Train by the command line; the forecasts of the test split, `(T, 3)`."""
     options = f"--targets OT --ahead 1,6,24 --hidden 32 --lanes {LANES} --stride {LENGTH}"
-    options += f" --hand-off --warm-up {LENGTH} --lr {LR} --updates {updates} --seed {seed}"
-    options += f" --weight-decay {DECAY} --valid-every {updates // VALIDATIONS}"
+    options += f" --hand-off --warm-up {LENGTH} --lr {setting.lr} --seed {seed}"
+    options += f" --updates {setting.updates} --weight-decay {DECAY}"
+    options += f" --valid-every {setting.updates // setting.validations}"
     output = data.parent / f"{run.name}.npy"
     for words in (
         ["train", str(data), *options.split(), *more, "--out", str(run)],
@@ -86,7 +96,7 @@ def command(data: Path, run: Path, seed: int, updates: int, *more: str) -> np.nd
     return np.load(output)
 
 
-def loop(values: np.ndarray[Any, Any], seed: int, updates: int) -> np.ndarray[Any, Any]:
+def loop(values: np.ndarray[Any, Any], seed: int, setting: Setting) -> np.ndarray[Any, Any]:
     """A loop by hand on windows; the forecasts of the test split, NaN where it has no window."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -102,7 +112,7 @@ def loop(values: np.ndarray[Any, Any], seed: int, updates: int) -> np.ndarray[An
 
     lstm, readout = nn.LSTM(len(mean), 32, batch_first=True), nn.Linear(32, len(AHEAD))
     weights = [*lstm.parameters(), *readout.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(weights, lr=setting.lr, weight_decay=DECAY)
 
     def forecast(x: torch.Tensor) -> torch.Tensor:
         return readout(lstm(x)[0][:, -1])
@@ -112,14 +122,16 @@ def loop(values: np.ndarray[Any, Any], seed: int, updates: int) -> np.ndarray[An
 
     draw, best, kept = np.random.default_rng(seed), np.inf, dict[str, Any]()
     held_out = windows(valid, starts_of(valid)[::7])
-    for update in range(updates):
+    for update in range(setting.updates):
         x, y = windows(train, draw.choice(starts_of(train), LANES))
         loss = (forecast(x) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        if (update + 1) % (updates // VALIDATIONS) == 0:  # the best one is kept, as by the command
+        if (update + 1) % (
+            setting.updates // setting.validations
+        ) == 0:  # the best one is kept, as by the command
             with torch.no_grad():
                 error = float((forecast(held_out[0]) - held_out[1]).square().mean())
             if error < best:
@@ -184,29 +196,33 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=0.0005)
+    parser.add_argument("--validations", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/ett"))
+    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:
+        setting = Setting(options.updates, options.lr, options.validations)
         manifest = write_splits(options.data, options.out)
         _, values = read(options.data)
         test, rows = values[CUTS[2] : CUTS[3]], list[dict[str, Any]]()
         for seed in map(int, options.seeds.split(",")):
-            of = {"loop": loop(values, seed, options.updates)}
+            of = {"loop": loop(values, seed, setting)}
             for method, more in METHODS.items():
                 run = options.out / f"{method.replace(':', '-')}-{seed}"
-                of[method] = command(manifest, run, seed, options.updates, *more)
+                of[method] = command(manifest, run, seed, setting, *more)
             for method, forecasts in of.items():
                 rows.append({"method": method, "seed": seed, "scores": scores(test, forecasts)})
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         content = {
             "versions": versions,
             "processor": platform.machine(),
-            "updates": options.updates,
+            **setting._asdict(),
             "rows": rows,
         }
-        RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(table(json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]))
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(table(json.loads(options.json.read_text(encoding="utf-8"))["rows"]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -78,9 +77,10 @@ def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
     scores: list[str] = []
     for i, (name, text) in enumerate(ROWS):
         same = sorted((n for n in networks if n["trained_on"] == name), key=lambda n: n["accuracy"])
-        share = f"{fmean(n['accuracy'] for n in same):.0%} right"
+        middle = same[len(same) // 2]
+        share = f"{middle['accuracy']:.0%} right"
         scores.append(f"{text}: {share}")
-        body.append(_row(x, 244 + 74 * i, text, share, same[len(same) // 2]["changes"], i))
+        body.append(_row(x, 244 + 74 * i, text, share, middle["changes"], i))
     body.append(
         label(
             MARGIN,
@@ -94,8 +94,8 @@ def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
         "The same LSTM, trained in two ways",
         "The signal, the mode of the machine, and what two networks answer step by step. "
         + "; ".join(scores)
-        + " on the whole recording, mean of three seeds. The network of the stream follows every"
-        " switch. That of the windows never switches.",
+        + " on the whole recording, the median of three seeds. The network of the stream follows"
+        " every switch. That of the windows never switches.",
         body,
         theme=theme,
     )
