@@ -267,7 +267,7 @@ class Search:
         parameters = parameters_of(self.module.forward)
         if base.inputs is None and is_turned(parameters):
             raise MisfitError(
-                f"takes {parameters[0].name} before its inputs: call=lambda m, x, state: says how"
+                f"takes {parameters[0].name} before its inputs: write call=lambda m, x, state: ..."
             )
         options = parameters[len(base.arrange(x)) :]
         if required := tuple(p.name for p in options if p.default is p.empty):
