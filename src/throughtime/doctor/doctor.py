@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from throughtime.doctor._events import LoopEvents
@@ -118,9 +117,9 @@ class Doctor:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        kind: object,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: object,
     ) -> None:
         events = self._stop()
         if events is None:
