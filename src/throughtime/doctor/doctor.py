@@ -5,7 +5,7 @@ modules, optimizer steps, backwards and batches through hooks. It records what e
 computed from. It changes no result: it draws no random number, keeps no gradient, and restores
 everything that it wrapped. Not to be confused with a profiler or a debugger of shapes.
 
-Cost: 500 chunks of 20 steps take 1.5 times as long with an LSTM or a cell by hand, 1.2 times with
+Cost: 500 chunks of 20 steps take 1.4 times as long with an LSTM or a cell by hand, 1.2 times with
 an LSTMCell (`benchmarks/doctor.py`); less after the first chunks.
 """
 
