@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from throughtime.doctor._frames import Instruction, SourceLine
-from throughtime.doctor._log import Backward, Change, Close, Event, Fault, Log, WeightStep
+from throughtime.doctor._log import Backward, Change, Close, Fault, Log, WeightStep
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.loop import AT, kept, summed
 
@@ -18,7 +18,7 @@ HERE = Instruction(compile("x = 1", "train.py", "exec"), LOSS)
 WEIGHTS = frozenset([1])
 
 
-def faults(*events: Event, **position: Any) -> list[Fault]:
+def faults(*events: Any, **position: Any) -> list[Fault]:
     """What the rules find when these events come one after the other."""
     log, result, last = Log(**position), list[Fault](), None
     for event in events:
@@ -31,7 +31,7 @@ def faults(*events: Event, **position: Any) -> list[Fault]:
     return result
 
 
-def codes(*events: Event, **position: Any) -> set[str]:
+def codes(*events: Any, **position: Any) -> set[str]:
     return {fault.code for fault in faults(*events, **position)}
 
 
@@ -59,7 +59,7 @@ def test_tt302_names_the_line_that_clears_gradients_before_a_step_uses_them() ->
 
 
 def test_tt302_names_gradients_of_which_each_step_uses_the_last_only() -> None:
-    def loop(used: bool) -> list[Event]:
+    def loop(used: bool) -> list[Any]:
         both = clear(), backward(used=used), clear(), backward(used=used)
         return [event for n in range(3) for event in (*both, step(n + 1))]
 

@@ -65,7 +65,19 @@ class Lane(NamedTuple):
 
 def distances(a: list[int], b: list[int]) -> dict[int, int]:
     """How far an index is from another, by the dimensions in which they differ."""
-    return {d: j - i for d, (i, j) in enumerate(zip(a, b, strict=True)) if i != j}
+    return {d: b[d] - i for d, i in enumerate(a) if i != b[d]}
+
+
+def _moved(lanes: list[Lane], offset: int) -> list[Lane]:
+    """Lanes of one root at another offset, empty if that is not along its first dimension."""
+    root, moved = lanes[0].root, list[Lane]()
+    for stride, d in root.dims[:1]:
+        for lane in () if offset % stride else lanes:
+            first, last = lane.first.copy(), lane.last.copy()
+            first[d] += offset // stride
+            last[d] += offset // stride
+            moved.append(Lane(root, first, last, *lane[3:]))
+    return moved
 
 
 def follows(a: Lane, b: Lane) -> bool:
@@ -170,7 +182,7 @@ class Unit:
     wrap: "UnitCall | None" = None  # the call whose state entered what it comes from
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(eq=False)
 class UnitCall:
     """The steps of a unit in one chunk."""
 
@@ -179,7 +191,7 @@ class UnitCall:
     serial: int  # of its last step
     chunk: int
     model_call: int
-    batch: tuple[int, int]
+    batch: Any
     training: bool | None
     grad: bool
     lanes: list[Lane] | None  # what its first lanes read, `None` if that is no raw data
@@ -203,7 +215,7 @@ class UnitCall:
     bidirectional: bool = False
 
     @property
-    def position(self) -> tuple[Any, ...]:
+    def position(self) -> Any:
         """The chunk, the batch and the mode."""
         return self.chunk, self.batch, self.training, self.grad
 
@@ -217,7 +229,9 @@ class Calls:
     """Makes calls of operations, and hands each new one to the rule."""
 
     # the last view: a weak reference, the shape before, the instruction
-    viewed: tuple[Any, Any, Any] = (lambda: None), (), None
+    viewed: Any = (lambda: None), (), None
+    # the last part of raw data that was read: what it is, its offset, its lanes
+    read: Any = None, 0, []
 
     def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
         self.log, self.table, self.rule = log, table, rule
@@ -235,7 +249,11 @@ class Calls:
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
         time_dim = int(args[8] and inputs.dim() > 2) if layer and not packed else None
         lanes = None if packed else self._lanes(inputs, inputs.dim() - 1, time_dim)
-        self._check_view(inputs)
+        # TT213: the inputs are a view that exchanges sizes, and so mixes the rows
+        view, before, instruction = self.viewed
+        sizes = [[n for n in shape if n > 1] for shape in (before, inputs.shape)]
+        if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
+            self.rule.report(Fault("TT213", instruction.line, after=2))
         marks = [UNKNOWN] * len(op.outputs)
         if lanes and self.table.complete:  # later no operation behind it is followed
             marks[0] = self.table.rows(inputs, op.outputs[0].shape)
@@ -251,34 +269,35 @@ class Calls:
             bidirectional=layer and bool(args[7 + packed]),
         )
 
-    def _check_view(self, inputs: Tensor) -> None:
-        """TT213: the inputs are a view that exchanges sizes, and so mixes the rows."""
-        view, before, instruction = self.viewed
-        sizes = [[n for n in shape if n > 1] for shape in (before, inputs.shape)]
-        if view() is inputs and sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1]):
-            self.rule.report(Fault("TT213", instruction.line, after=2))
-
     def _lanes(self, tensor: Tensor, lead: int, time_dim: int | None) -> list[Lane] | None:
         """What each lane of a tensor reads; it has so many dimensions in front.
 
         `None` if it is not raw data, empty if a lane reads several of them.
         """
-        if not self.table.root(tensor, new=not tensor.requires_grad).known:
+        root, offset = (
+            self.table.root(tensor, new=not tensor.requires_grad),
+            tensor.storage_offset(),
+        )
+        if not root.known:
             return None
-        grid = self.table.rows(tensor, tensor.shape[:lead])
-        grid = grid[:, None] if time_dim is None else np.moveaxis(grid, 1 + time_dim, 1)
-        first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
-        reads = np.stack([first[0], first[:2][-1], first[-1], last[-1]], -1).tolist()
-        lanes, steps = list[Lane](), len(first)
-        for numbers in reads:
-            source = self.table.raw.get(numbers[0] // SPAN)
-            if not source or {n // SPAN for n in numbers} != {source.number}:
-                return [] if reads[0][0] else None
-            start, second, last, end = (source.index(n % SPAN) for n in numbers)
-            step = distances(start, second)
-            is_even = distances(start, last) == {d: n * (steps - 1) for d, n in step.items()}
-            size = distances(last, end)
-            lanes.append(Lane(source, start, last, step if is_even else {}, size, steps))
+        key = root, tensor.shape, tensor.stride(), time_dim
+        lanes = _moved(self.read[2], offset - self.read[1]) if key == self.read[0] else []
+        if not lanes:
+            grid = self.table.rows(tensor, tensor.shape[:lead])
+            grid = grid[:, None] if time_dim is None else grid.swapaxes(1, 1 + time_dim)
+            first, last = grid.reshape(2, grid.shape[1], -1)[..., :MAX_LANES]
+            reads = np.array([first[0], first[:2][-1], first[-1], last[-1]]).T.tolist()
+            for numbers in reads:
+                source = self.table.raw.get(numbers[0] // SPAN)
+                if not source or {n // SPAN for n in numbers} != {source.number}:
+                    return [] if reads[0][0] else None
+                at = {n: source.index(n % SPAN) for n in {*numbers}}
+                start, second, last, end = (at[n] for n in numbers)
+                step, size, steps = distances(start, second), distances(last, end), len(first)
+                is_even = distances(start, last) == {d: n * (steps - 1) for d, n in step.items()}
+                lanes.append(Lane(source, start, last, step if is_even else {}, size, steps))
+        if root.marks is None:
+            self.read = key, offset, lanes
         return lanes
 
     def detached(self, op: Operation) -> None:
@@ -358,9 +377,7 @@ class Calls:
             root.behind = latest([root.behind, behind, {unit.key: call}])
             root.learned, root.edited, root.cut = True, False, False
 
-    def _begin(
-        self, call: UnitCall, origin: UnitCall | None, states: list[tuple[Tensor, Root]]
-    ) -> None:
+    def _begin(self, call: UnitCall, origin: UnitCall | None, states: list[Any]) -> None:
         """A new chunk, whose state comes from this call."""
         call.states, call.origin = values([t for t, _ in states]), origin
         if call.before:
@@ -420,7 +437,7 @@ class Calls:
 
 def values(tensors: list[Tensor]) -> list[Tensor]:
     """What tensors hold now."""
-    return [each.detach().to("cpu", copy=True) for each in tensors]
+    return [each.detach().cpu().clone() for each in tensors]
 
 
 def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:

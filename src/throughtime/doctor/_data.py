@@ -23,7 +23,7 @@ from throughtime.doctor._frames import Instruction
 from throughtime.doctor._graph import base_of, storage_of, version_of
 
 # of a tensor of some shape: the first and the last, (2, *shape)
-Marks = np.ndarray[Any, np.dtype[np.int64]]
+Marks = np.ndarray[Any, Any]
 
 UNKNOWN: Marks = np.zeros(2, np.int64)  # for any shape
 SPAN = 2**40  # an element's number is that of its root times this, and its storage offset
@@ -44,7 +44,7 @@ EDITS = MOVES | WRITES | {"mul", "__mul__", "__rmul__", "where", "masked_fill", 
                           "mul_", "__imul__", "lerp", "index_fill"}  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Operation:
     """One operation on tensors."""
 
@@ -67,15 +67,14 @@ class Operation:
         return self.name in EDITS and (len(self.fluid) > states or bool(numbers & {0, 1}))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Root:
     """The values of a storage until it is changed."""
 
     number: int
     offset: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dims: list[tuple[int, int]]  # the strides of dimensions that move, the largest first
+    shape: Any
+    strides: Any
     alive: Any  # a weak reference to the storage
     version: int
     item: int  # bytes of an element
@@ -88,6 +87,12 @@ class Root:
     edited: bool = False  # its values were masked or exchanged since
     cut: bool = False  # the graph between that call and it ended
 
+    @functools.cached_property
+    def dims(self) -> list[Any]:
+        """The strides of dimensions that move, and the dimensions, the largest stride first."""
+        pairs = ((n, d) for d, n in enumerate(self.strides) if n and self.shape[d] > 1)
+        return sorted(pairs, reverse=True)
+
     def index(self, offset: Any) -> list[Any]:
         """The index of an element, or of a tensor of them."""
         rest = offset - self.offset
@@ -97,7 +102,7 @@ class Root:
         return index
 
 
-NOTHING = Root(0, 0, (), (), [], None, 0, 0, known=False, cut=True)  # of what was not watched
+NOTHING = Root(0, 0, (), (), None, 0, 0, known=False, cut=True)  # of what was not watched
 
 
 class RootTable:
@@ -106,38 +111,40 @@ class RootTable:
     def __init__(self) -> None:
         self.complete = True  # all is watched so far: a tensor without a root is raw data
         self.roots: dict[int, Root] = {}
+        self.count = 0  # of them after freed ones were dropped
         self.raw: dict[int, Root] = {}  # those of raw data by their number, the last used last
         self.numbers = itertools.count(1)
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
 
     def root(self, tensor: Tensor, *, new: bool = True) -> Root:
         """The root of a tensor, `NOTHING` if unknown; `new` makes one of raw data."""
-        if not storage_of(tensor) or not tensor.numel():
+        key = storage_of(tensor)
+        if not key or not tensor.numel():
             return NOTHING
-        root, base = self.roots.get(storage_of(tensor)), base_of(tensor)
-        if root and not root.alive.expired():
+        root = self.roots.get(key)
+        if root and root.alive.cdata == key:  # no other storage has the address of one referred to
             changed = root.version != version_of(tensor)  # unwatched
-            return self.add(base, UNKNOWN) if changed else root
-        return self.add(base) if new and self.complete else NOTHING
+            return self.add(base_of(tensor), UNKNOWN) if changed else root
+        return self.add(base_of(tensor)) if new and self.complete else NOTHING
 
     def add(self, tensor: Tensor, marks: Marks | None = None) -> Root:
         """A new root for what a tensor holds now; raw data without marks."""
         memory = StorageWeakRef(tensor.untyped_storage())
-        sizes, strides = tensor.shape, tensor.stride()
-        dims = sorted([(n, d) for d, n in enumerate(strides) if n and sizes[d] > 1], reverse=True)
-        root = Root(next(self.numbers), tensor.storage_offset(), sizes, strides, dims, memory,
-                    version_of(tensor), tensor.element_size(), marks)  # fmt: skip
+        root = Root(next(self.numbers), tensor.storage_offset(), tensor.shape, tensor.stride(),
+                    memory, version_of(tensor), tensor.element_size(), marks)  # fmt: skip
         if marks is None:
             root = self._recognised(tensor, root)
             remember(self.raw, root.number, root, MAX_ROOTS)
         else:
-            root.known = bool(marks.any())
+            root.known = bool(marks.item(0) or marks.any())
         self.roots[storage_of(tensor)] = root
         return root
 
     def drop_freed(self) -> None:
-        """Forget the roots of freed storages."""
-        self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
+        """Forget the roots of freed storages, once there are twice as many as the last time."""
+        if len(self.roots) > 2 * self.count:
+            self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
+            self.count = len(self.roots)
 
     def _recognised(self, tensor: Tensor, root: Root) -> Root:
         """The root of equal raw data, such as of the copy that the last epoch made."""
@@ -150,21 +157,6 @@ class RootTable:
         same = self.samples.get(key := (root.shape, root.strides, *values), root)
         same.alive, same.version = root.alive, root.version
         return remember(self.samples, key, same, MAX_ROOTS // 16)
-
-    def marks(self, tensor: Tensor) -> Marks:
-        """The marks of the elements of a tensor that has a root."""
-        root = self.root(tensor)
-        if not root.known or root.item != tensor.element_size():  # a view as of other numbers
-            return np.zeros((2, *tensor.shape), np.int64)
-        is_whole = root.shape == tensor.shape and root.strides == tensor.stride()
-        if root.marks is not None and is_whole:
-            return root.marks
-        axes = (n * np.arange(m) for m, n in zip(tensor.shape, tensor.stride(), strict=True))
-        offsets = functools.reduce(np.add.outer, axes, np.array(tensor.storage_offset()))
-        if root.marks is not None:
-            return root.marks[:, *root.index(offsets)]
-        remember(self.raw, root.number, root, MAX_ROOTS)
-        return np.array([root.number * SPAN + offsets] * 2)
 
     def follow(self, op: Operation, out: Tensor) -> None:
         """Record the result of an operation, unless it is a view."""
@@ -200,7 +192,7 @@ class RootTable:
         roots = [
             (t, self.root(t, new=not t.requires_grad))
             for t in inputs
-            if not isinstance(t, nn.Parameter)
+            if not (t.is_leaf and isinstance(t, nn.Parameter))
         ]
         known = [(t, root) for t, root in roots if root.known or root.behind]
         trains = any(t.requires_grad for t in inputs)
@@ -222,7 +214,7 @@ class RootTable:
             root.edited = any(each.edited for _, each in states) or op.is_edit(len(states))
             root.cut = all(each.cut or not t.requires_grad for t, each in states)
 
-    def _moved(self, op: Operation, out: Tensor, roots: list[tuple[Tensor, Root]]) -> Marks | None:
+    def _moved(self, op: Operation, out: Tensor, roots: list[Any]) -> Marks | None:
         """The marks of what an operation moves, by moving its marks; `None` for any other."""
         name, tensors = op.name, [t for t, _ in roots]
         if name == "__getitem__" and len(roots) > 1:
@@ -240,47 +232,60 @@ class RootTable:
             fits = name in MOVES and bool(roots)
         if not fits or sum(t.numel() for t in tensors) > MAX_MARKS:
             return None
-        grids = [torch.tensor(self.marks(t), device=t.device) for t in tensors]
+        grids = [torch.tensor(self.rows(t, t.shape), device=t.device) for t in tensors]
         moved = [
             op.func(numbers if joins else numbers[0], *op.args[1:], **op.kwargs)
             for numbers in zip(*grids, strict=True)
         ]
         return torch.stack(moved).cpu().numpy()
 
-    def _computed(self, out: Tensor, known: list[tuple[Tensor, Root]]) -> Marks:
+    def _computed(self, out: Tensor, known: list[Any]) -> Marks:
         """The marks of the data in front: of those that share most dimensions with the result."""
         data = [t for t, root in known if not root.behind] or [t for t, r in known if r.known]
         if not data:
             return UNKNOWN
         return self.rows(max(data, key=lambda t: shared(t, out.shape)), out.shape)
 
-    def rows(self, tensor: Tensor, shape: tuple[int, ...]) -> Marks:
+    def rows(self, tensor: Tensor, shape: Any) -> Marks:
         """The marks of a result of this shape: the leading dimensions that it shares stay.
 
         Of the rest the first and the last element count.
         """
-        tensor, lead = tensor.detach(), shared(tensor, shape)
+        root, lead = self.root(tensor), shared(tensor, shape)
+        if not root.known or root.item != tensor.element_size():  # a view as of other numbers
+            return np.zeros((2, *shape), np.int64)
         while math.prod(shape[:lead]) > MAX_MARKS:
             lead -= 1
-        rest = tensor.dim() - lead
-        if lead == len(shape) and not rest:
-            return self.marks(tensor)
-        (first, other), (end, last) = (self.marks(tensor[..., *[at] * rest]) for at in (0, -1))
-        marks = np.stack([np.minimum(first, end), np.maximum(last, other)])
-        if ones := (1,) * (len(shape) - lead):
-            marks = np.broadcast_to(marks.reshape(marks.shape + ones), (2, *shape))
+        marks, sizes, strides = root.marks, tensor.shape, tensor.stride()
+        is_whole, rest = root.shape == sizes and root.strides == strides, len(sizes) - lead
+        if marks is None or not is_whole:
+            axes = (strides[d] * np.arange(sizes[d]) for d in range(lead))
+            begin = functools.reduce(np.add.outer, axes, np.array(tensor.storage_offset()))
+            size = sum(strides[d] * (sizes[d] - 1) for d in range(lead, len(sizes)))
+            offsets = np.array([begin, begin + size])
+            if marks is None:
+                remember(self.raw, root.number, root, MAX_ROOTS)
+                marks, rest = offsets + root.number * SPAN, 0
+            else:
+                marks, rest = np.stack([marks[:, *root.index(at)] for at in offsets], -1), 1
+        if rest:
+            (first, other), (end, last) = (marks[..., *[at] * rest] for at in (0, -1))
+            marks = np.array([np.minimum(first, end), np.maximum(last, other)])
+        if zeros := (0,) * (len(shape) - lead):
+            marks = np.ascontiguousarray(marks)
+            marks = np.ndarray((2, *shape), np.int64, marks, 0, marks.strides + zeros)
         return marks
 
 
 def shared(tensor: Tensor, shape: Any) -> int:
     """The leading dimensions that a tensor shares with a shape."""
-    pairs = zip(tensor.shape, shape, strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    most = min(tensor.dim(), len(shape))
+    return next((d for d in range(most) if tensor.shape[d] != shape[d]), most)
 
 
-def latest(histories: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
+def latest(histories: Iterable[Any]) -> dict[Any, Any]:
     """The last call of each unit in several histories."""
-    calls = (call for each in histories for call in each.values())
+    calls = [call for each in histories for call in each.values()]
     return {call.unit.key: call for call in sorted(calls, key=lambda call: call.serial)}
 
 

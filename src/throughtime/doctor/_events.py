@@ -7,11 +7,10 @@ the rules.
 import functools
 import re
 import threading
-import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.nn.modules.module as modules
@@ -25,7 +24,6 @@ from throughtime.doctor._calls import CELLS, LAYERS, Calls
 from throughtime.doctor._data import Operation, RootTable
 from throughtime.doctor._frames import (
     Instruction,
-    SourceLine,
     carrier,
     current_frame,
     current_line,
@@ -47,13 +45,14 @@ from throughtime.doctor._graph import (
     sequence,
     version_of,
 )
-from throughtime.doctor._log import Backward, Change, Close, Event, Log, WeightStep
+from throughtime.doctor._log import Backward, Change, Close, Log, WeightStep
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.loop import AT, explain, lanes_of_error
 from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
 MAX_NODES = 4_000  # nodes visited in the graph of a backward
+MAX_RECORDED = 50_000  # nodes remembered
 # the calls of a model in training (t), in evaluation with a graph (e) and without one (v), and its
 # steps (s), if a step that follows a validation trains in its mode
 FORGOTTEN = re.compile("t[^t]*s.*v[^t]*e[^ts]*s$")
@@ -77,7 +76,7 @@ class LoopEvents(TorchFunctionMode):
         self.log, self.findings, self.table = Log(), findings, RootTable()
         self.state = StateRule(self.log, findings.add)
         self.calls = Calls(self.log, self.table, self.state)
-        self._instructions: dict[tuple[int, int], Instruction] = {}
+        self._instructions: dict[Any, Instruction] = {}
         self.internal_error: Exception | None = None
         self.busy = False  # the doctor itself is at work, an optimizer or a backward
         self.closed = False  # after the doctor; on a user's stack of modes it then only passes on
@@ -87,13 +86,13 @@ class LoopEvents(TorchFunctionMode):
         self._paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self._thread = threading.get_ident()
         self._undo = ExitStack()
-        self._optimizers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # and their lines
-        self._last_steps = weakref.WeakKeyDictionary[Any, WeightStep]()
+        self._optimizers: Any = WeakKeyDictionary()  # and their lines
+        self._last_steps: Any = WeakKeyDictionary()
         self._depth = 0  # modules that run now, one inside the other
-        self._past = weakref.WeakKeyDictionary[nn.Module, str]()  # of outermost modules, see above
-        self._inner = weakref.WeakSet[nn.Module]()  # all others
-        self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
-        self._iterators = weakref.WeakSet[Any]()  # of loaders
+        self._past: Any = WeakKeyDictionary()  # of outermost modules, see above
+        self._inner: Any = WeakSet()  # all others
+        self._evals: Any = WeakKeyDictionary()  # calls of eval()
+        self._iterators: Any = WeakSet()  # of loaders
 
     def open(self) -> None:
         """Install the hooks and wrappers, and watch."""
@@ -128,7 +127,7 @@ class LoopEvents(TorchFunctionMode):
         self.guarded(self.state.close)
         self.guarded(self._emit, Close())
 
-    def guarded(self, work: Callable[..., Any], *args: Any) -> None:
+    def guarded(self, work: Any, *args: Any) -> None:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
         was_busy, self.busy = self.busy, True
         try:
@@ -140,14 +139,14 @@ class LoopEvents(TorchFunctionMode):
         finally:
             self.busy = was_busy
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: Any) -> None:
         """Add an event to the log, and report what the rules find."""
         self.log.append(event)
         for rule in AT.get(type(event), ()):
             for fault in rule(self.log, event):
                 self.findings.add(fault)
 
-    def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
+    def _wrap(self, owner: Any, name: str, handler: Any) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
         original = owner.__dict__[name]
 
@@ -199,12 +198,12 @@ class LoopEvents(TorchFunctionMode):
             log.call += 1
             if not self._awake:  # not within a backward, which torch runs with the mode off
                 self._pause()
-            log.training = module.training
+            log.training, past = module.training, self._past.get(module, "")
             kind = "t" if module.training else "e" if torch.is_grad_enabled() else "v"
-            past = self._past.get(module, "")
-            self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
-            if module.training is not past.rstrip("s").endswith("t"):
-                self._watch()
+            if not past.endswith(kind):
+                self._past[module] = (past + kind).replace("tsts", "ts")[-MAX_PAST:]
+                if module.training is not past.rstrip("s").endswith("t"):
+                    self._watch()
         else:
             self._inner.add(module)
         if isinstance(module, nn.RNNBase):  # also while operations are not recorded
@@ -233,8 +232,13 @@ class LoopEvents(TorchFunctionMode):
             if self.operations > MAX_OPERATIONS:
                 self._awake = self.table.complete = False
                 self.log.results.clear()  # they are not followed to their end
+            key = id(frame.f_code), frame.f_lasti
+            # always the same object for the same one
+            instruction = self._instructions.get(key) or self._instructions.setdefault(
+                key, Instruction(frame.f_code, line_in(frame))
+            )
             op = Operation(name, func, args, kwargs, tensors((*args, *kwargs.values())),
-                           tensors(result), self._instruction_at(frame))  # fmt: skip
+                           tensors(result), instruction)  # fmt: skip
             self.guarded(self._record, op, frame, frame is caller)
         return result
 
@@ -246,11 +250,6 @@ class LoopEvents(TorchFunctionMode):
                 self.log.append(Change("l", frozenset([id(parameter)]), current_line()))
         elif frame.f_code.co_name != "zero_grad" and self.log.backwards:
             self.log.backwards[-1].used = True
-
-    def _instruction_at(self, frame: FrameType) -> Instruction:
-        """The instruction that a frame runs; always the same object for the same one."""
-        key = id(frame.f_code), frame.f_lasti
-        return self._instructions.setdefault(key, Instruction(frame.f_code, line_in(frame)))
 
     def _record(self, op: Operation, frame: FrameType, is_direct: bool) -> None:
         name, log = op.name, self.log
@@ -265,7 +264,7 @@ class LoopEvents(TorchFunctionMode):
             if name not in KEPT_IN_PLACE:
                 self.table.change(op)
         if name in {"view", "reshape"}:
-            self.calls.viewed = weakref.ref(outputs[0]), op.inputs[0].shape, op.instruction
+            self.calls.viewed = ref(outputs[0]), op.inputs[0].shape, op.instruction
         if outputs[0].grad_fn:
             self._record_graph(op)
         if name in RECURRENT:
@@ -292,7 +291,7 @@ class LoopEvents(TorchFunctionMode):
             log.carried[op.instruction] = [carrier(t, current_frame()) for t in entered]
         if op.name in RECURRENT:
             return
-        log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
+        log.results.setdefault(op.instruction, {})[log.chunk] = ref(first)
         sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
         if sizes and any(t.grad_fn for t in op.inputs):
             # one comparison at each step, or of the whole chunk
@@ -336,9 +335,10 @@ class LoopEvents(TorchFunctionMode):
             self.busy = False
         del roots  # its graph must not live on
         if ends_chunk:
-            log.next_chunk()
+            log.chunk += 1
+            log.boundary = backward.boundary = next_sequence() - 1
+            del log.nodes[:-MAX_RECORDED]
             self.table.drop_freed()
-            backward.boundary = log.boundary
             guarded(self._emit, backward)
             self._watch(0 if log.chunk % PERIOD else AGAIN_CHUNKS)
         return result
@@ -385,10 +385,15 @@ class LoopEvents(TorchFunctionMode):
             frozenset(map(id, parameters)),
             current_line(),
             before,
-            grad=weakref.ref(grads[0]) if grads else None,
+            grad=ref(grads[0]) if grads else None,
             chunk=log.chunk,
             number=next_sequence() - 1,
-            lacks=not closure and not any(map(_has_values, grads)),
+            lacks=not (
+                closure
+                # after a backward no rule asks
+                or (log.chunk >= FIRST_CHUNKS and isinstance(log.events[-1], Backward))
+                or any(map(_has_values, grads))
+            ),
             repeated=bool(grads and before and before.grad and before.grad() is grads[0]),
             has_hooks=any(map(has_hook, parameters)),
         )

@@ -45,10 +45,6 @@ class SourceLine(NamedTuple):
         return f"{self.file.removeprefix(f'{Path.cwd()}{os.sep}')}:{self.line}"
 
 
-# the path of a variable, and the line of the loop that passes it on as an argument
-Carrier = tuple[str, SourceLine | None]
-
-
 @cache
 def file_owner(file: str) -> int:
     """The owner of a source file: `USER`, `LIBRARY` or `OURS`."""
@@ -109,9 +105,10 @@ def variable_path(storage: int, frame: FrameType) -> str:
     return ""
 
 
-def carrier(tensor: Tensor, frame: FrameType | None) -> Carrier:
+def carrier(tensor: Tensor, frame: FrameType | None) -> tuple[str, Any]:
     """The variable of the loop that carries a tensor into an operation of this frame.
 
+    Its path, and the line of the loop that passes it on as an argument, if any.
     Functions that receive it as an argument, and the `forward` of a module that keeps it, are
     inside the loop.
     """

@@ -6,20 +6,17 @@ nodes have larger ones.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from throughtime.doctor._frames import Carrier, Instruction, SourceLine
-from throughtime.doctor._graph import next_sequence
+from throughtime.doctor._frames import Instruction, SourceLine
 
 MAX_CHANGES = 5_000  # in-place changes remembered
-MAX_NODES = 50_000  # nodes remembered
 MAX_EVENTS = 4_096  # events remembered
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Backward:
     """A backward of the user; its facts are those before it ran."""
 
@@ -35,7 +32,7 @@ class Backward:
     reach: int = -1  # of a retained graph: the backwards in this line that it reaches back to
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Change:
     """A call that clears gradients or clips them."""
 
@@ -44,7 +41,7 @@ class Change:
     line: SourceLine | None = None  # `None` by hand
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class WeightStep:
     """An optimizer step; its facts are those after it."""
 
@@ -63,12 +60,8 @@ class WeightStep:
     lost: int = 0  # backwards before it whose gradients were cleared unused
 
 
-@dataclass(slots=True, eq=False)
 class Close:
     """The end of the loop, without an error."""
-
-
-Event = Backward | Change | WeightStep | Close
 
 
 class Fault(NamedTuple):
@@ -86,7 +79,7 @@ class Fault(NamedTuple):
 class Log:
     """The events of a loop, the position in it, and the nodes of its graph by number."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)  # those among the events
     chunk: int = 0  # backward calls so far
     call: int = 0  # calls of outermost modules so far
@@ -98,28 +91,28 @@ class Log:
     recurrent: Instruction | None = None  # the last call of a recurrent unit
     units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
+    retained: bool = False  # a backward reaches back to an earlier one
     boundary: int = -1  # the largest sequence number before the last backward
     # ascending numbers and instructions
-    nodes: list[tuple[int, Instruction | None]] = field(default_factory=lambda: [(-1, None)])
+    nodes: list[Any] = field(default_factory=lambda: [(-1, None)])
     # in-place changes: version after it, shape, instruction, last sequence number
-    in_place: deque[tuple[int, Any, Instruction, int]] = field(
-        default_factory=lambda: deque(maxlen=MAX_CHANGES)
-    )
+    in_place: deque[Any] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
     # states that entered with a graph of an earlier chunk, by the instruction that took them
-    carried: dict[Instruction | None, list[Carrier]] = field(default_factory=dict)
+    carried: dict[Any, Any] = field(default_factory=dict)
     # the last result of each chunk that still exists
-    results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
+    results: dict[Any, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
-    compared_at: Instruction | None = None
+    compared_at: Any = None
     # sums of losses: the node of the last value, and the chunks before that it goes through
-    sums: dict[Instruction, tuple[int, int]] = field(default_factory=dict)
-    roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
+    sums: dict[Any, Any] = field(default_factory=dict)
+    roots: set[Any] = field(default_factory=set)  # that computed what was sent back
 
-    def append(self, event: Event) -> None:
+    def append(self, event: Any) -> None:
         """Add an event, and forget the oldest."""
         self.events.append(event)
         if isinstance(event, Backward):
             self.backwards.append(event)
+            self.retained |= event.reach > 0
         for events in (self.events, self.backwards):
             del events[:-MAX_EVENTS]
 
@@ -128,7 +121,7 @@ class Log:
 
         Only steps, clears and clips of any of its parameters count.
         """
-        past: Iterator[Any] = islice(reversed(self.events), 1, None)
+        past: Any = islice(reversed(self.events), 1, None)
         own = (e for e in past if isinstance(e, Backward) or e.parameters & step.parameters)
         return [*takewhile(lambda event: not isinstance(event, WeightStep), own)][::-1]
 
@@ -141,9 +134,3 @@ class Log:
         """Record a node; `None` for those that were created unwatched before it."""
         if number > self.nodes[-1][0]:
             self.nodes.append((number, instruction))
-
-    def next_chunk(self) -> None:
-        """Begin a new chunk, after a backward."""
-        self.chunk += 1
-        self.boundary = next_sequence() - 1
-        del self.nodes[:-MAX_NODES]

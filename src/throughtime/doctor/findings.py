@@ -118,7 +118,7 @@ class FindingList:
     ignore: Iterable[str]
     strict: bool
     items: list[Finding] = field(default_factory=list)
-    evidence: Counter[tuple[str, SourceLine]] = field(default_factory=Counter)
+    evidence: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         codes = {*([self.ignore] if isinstance(self.ignore, str | int) else self.ignore)}

@@ -16,7 +16,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from throughtime.doctor._frames import Instruction, SourceLine, user_frame
@@ -85,6 +85,8 @@ def steps(log: Log, step: WeightStep) -> Iterator[Fault]:
 
 def retained(log: Log, event: WeightStep | Close) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back; a step or the end follows."""
+    if not log.retained:
+        return
     least = MAX_REACH if isinstance(event, WeightStep) else MIN_REACH
     for last in {each.line: each for each in log.backwards if each.reach >= least}.values():
         at_line = [each for each in log.backwards if each.line == last.line]
@@ -118,6 +120,8 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
+        if not alive:
+            del log.results[instruction]
         refs = [ref for ref in alive.values() if ref().grad_fn]
         # not by a retained graph alone; the last one may be kept later
         if len(refs) == MIN_KEPT and all(map(_is_kept, refs[:-1])):
@@ -130,7 +134,7 @@ def _is_kept(ref: Any) -> bool:
     return bool(kinds & {list, tuple, dict}) and deque not in kinds
 
 
-AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
+AT: dict[Any, Any] = {
     Backward: (summed, kept),
     WeightStep: (steps, retained),
     Close: (retained,),
@@ -211,9 +215,9 @@ def _alike(log: Log, nodes: Iterable[Any], edge: StaleEdge) -> bool:
     )
 
 
-def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Any, set[tuple[str, int]]]:
+def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Any, Any]:
     """The instructions that created nodes, each with the parameters that its nodes use."""
-    uses: dict[Any, set[tuple[str, int]]] = {}
+    uses: dict[Any, Any] = {}
     for node in nodes:
         if not is_leaf(node):
             own = uses.setdefault(log.instruction_of(sequence(node)), set())

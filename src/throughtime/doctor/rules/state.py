@@ -6,7 +6,7 @@ every step (TT203), or carried where it does not belong (TT204 to TT208, TT210).
 the batch; a recording is one unbroken sequence of data.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 from throughtime.doctor._calls import (
     Unit,
@@ -28,7 +28,7 @@ CHUNKS = 2  # that show a fault before it is reported
 class StateRule:
     """The rules of the state, with what they remember of the calls so far."""
 
-    def __init__(self, log: Log, report: Callable[[Fault], object]) -> None:
+    def __init__(self, log: Log, report: Any) -> None:
         self.log, self.report = log, report
         self.pending: list[UnitCall] = []  # starts in this chunk
         self.recordings: dict[Root | None, None] = {}  # of which two adjacent chunks were read
