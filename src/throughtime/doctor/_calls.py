@@ -54,8 +54,8 @@ class Lane(NamedTuple):
     def joined(self, step: "Lane") -> "Lane":
         """With one more step."""
         distance = distances(self.last, step.first)
-        is_even = self.steps == 1 or distance == self.step
-        return Lane(self.root, self.first, step.last, distance if is_even else {}, step.size,
+        return Lane(self.root, self.first, step.last,
+                    distance if self.steps == 1 or distance == self.step else {}, step.size,
                     self.steps + step.steps)  # fmt: skip
 
     def begins(self, time: int) -> bool:
@@ -274,10 +274,8 @@ class Calls:
 
         `None` if it is not raw data, empty if a lane reads several of them.
         """
-        root, offset = (
-            self.table.root(tensor, new=not tensor.requires_grad),
-            tensor.storage_offset(),
-        )
+        root = self.table.root(tensor, new=not tensor.requires_grad)
+        offset = tensor.storage_offset()
         if not root.known:
             return None
         key = root, tensor.shape, tensor.stride(), time_dim
@@ -301,11 +299,14 @@ class Calls:
         return lanes
 
     def detached(self, op: Operation) -> None:
-        """A state without its graph, unless the states of other units keep theirs."""
+        """A state without its graph, unless the states of other units keep theirs, or have none."""
         if op.name not in DETACHES or op.inputs[0].is_leaf:
             return
         calls = list(self.table.root(op.inputs[0], new=False).behind.values())  # the last one last
-        kept = any(call.has_graph and call.chunk == calls[-1].chunk for call in calls[:-1])
+        kept = any(
+            not call.grad or (call.has_graph and call.chunk == calls[-1].chunk)
+            for call in calls[:-1]
+        )
         for call in calls:
             call.last_detach = None if kept else op.instruction
 

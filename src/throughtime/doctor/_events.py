@@ -162,8 +162,8 @@ class LoopEvents(TorchFunctionMode):
     @property
     def _ignored(self) -> bool:
         """Whether the doctor, an optimizer, a backward, a compiler or another thread is at work."""
-        is_replaced = torch.compiler.is_compiling() or is_transformed()
-        return self.busy or is_replaced or threading.get_ident() != self._thread
+        is_other = self.busy or threading.get_ident() != self._thread
+        return is_other or torch.compiler.is_compiling() or is_transformed()
 
     # --- when operations are recorded
 
@@ -455,7 +455,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     kinds = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
     return any(
         (isinstance(each, kinds) and getattr(each, "p", 1))
-        or (isinstance(each, nn.RNNBase) and each.dropout)
+        or (isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1)
         for each in module.modules()
     )
 

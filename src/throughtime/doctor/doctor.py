@@ -88,8 +88,7 @@ class Doctor:
     @property
     def verdict(self) -> str:
         """The result in a line, such as "2 findings"; "nothing found" only after a whole loop."""
-        count = len(self.findings)
-        if count:
+        if count := len(self.findings):
             return f"{count} finding{'s' * (count > 1)}"
         if self.internal_error is not None:
             return "no verdict, since the doctor itself failed"
@@ -115,12 +114,7 @@ class Doctor:
         self._events.open()
         return self
 
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        trace: object,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         events = self._stop()
         if events is None:
             return

@@ -8,13 +8,7 @@ the batch; a recording is one unbroken sequence of data.
 
 from typing import Any
 
-from throughtime.doctor._calls import (
-    Unit,
-    UnitCall,
-    begins_again,
-    equal,
-    relation,
-)
+from throughtime.doctor._calls import Unit, UnitCall, begins_again, equal, relation
 from throughtime.doctor._data import Root, remember
 from throughtime.doctor._log import Fault, Log
 
@@ -136,14 +130,14 @@ class StateRule:
         """A state that does not go on in time."""
         if call.training == origin.training and self._begins_again(call, origin, order):
             return
-        unit, loader, code = call.unit, self.log.loader, self._code(call, origin, order)
+        loader, code = self.log.loader, self._code(call, origin, order)
         if not code:
             self._moves_on(origin)
         elif code == "TT207" and loader and call.batch != origin.batch:
             self.report(Fault(code, loader))
         else:
             self._add(code, call)
-        unit.jumps |= code == "TT207"
+        call.unit.jumps |= code == "TT207"
 
     def _code(self, call: UnitCall, origin: UnitCall, order: str) -> str:
         """The code of a state that does not go on in time; empty if it is no fault."""
