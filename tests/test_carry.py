@@ -266,16 +266,16 @@ class DeepTagger(Tagger):
 
 
 @pytest.mark.parametrize("kind", [lambda: nn.GRU(3, 10, 2), DeepTagger])
-def test_a_state_from_a_file_rounds_as_the_one_that_was_carried(kind: Any) -> None:
+def test_a_layer_gets_a_state_of_one_layout_carried_or_from_a_file(kind: Any) -> None:
+    """Torch rounds otherwise with a strided one on some processors, and a file keeps no strides."""
     net, x = tt.carry(kind()), torch.randn(300, 2, 3)
-    state = net.initial_state(2, like=x)
+    state, states = net.initial_state(2, like=x), list[Tensor]()
+    layer = next(m for m in net.modules() if isinstance(m, nn.RNNBase))
+    layer.register_forward_pre_hook(lambda _, args: states.append(args[1]))
     for chunk in x.split(10):
-        stored = tt.state.map_tensors(
-            lambda leaf: leaf.clone(memory_format=torch.contiguous_format), state
-        )
-        y, state = net(chunk, state)
-        assert torch.equal(net(chunk, stored)[0], y)
-        state = tt.state.detach(state)
+        _, state = net(chunk, state)
+    assert len(states) == 30
+    assert all(map(Tensor.is_contiguous, states))
 
 
 class Kept(nn.Module):
