@@ -26,7 +26,7 @@ def save(
     net: Carried, optimizer: torch.optim.Optimizer, updates: Updates, done: int, path: Path
 ) -> None:
     """Replace the file in one step; every rank takes part, the first one writes."""
-    weights, moments = get_state_dict(net, optimizer, options=WHOLE)
+    weights, moments = get_state_dict(net.module, optimizer, options=WHOLE)
     positions: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(positions, updates.state_dict())
     if distributed.get_rank() == 0:
@@ -55,7 +55,7 @@ def train(path: Path, last: int, every: int) -> None:
     saved: dict[str, Any] | None = torch.load(path) if path.exists() else None
     if saved is not None:
         set_state_dict(
-            net,
+            net.module,
             optimizer,
             model_state_dict=saved["net"],
             optim_state_dict=saved["optimizer"],
