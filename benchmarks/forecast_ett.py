@@ -78,13 +78,18 @@ class Setting(NamedTuple):
     lr: float
     validations: int
 
+    @property
+    def valid_every(self) -> int:
+        """Updates from one validation to the next."""
+        return self.updates // self.validations
+
 
 def command(data: Path, run: Path, seed: int, setting: Setting, *more: str) -> np.ndarray[Any, Any]:
     """Train by the command line; the forecasts of the test split, `(T, 3)`."""
     options = f"--targets OT --ahead 1,6,24 --hidden 32 --lanes {LANES} --stride {LENGTH}"
     options += f" --hand-off --warm-up {LENGTH} --lr {setting.lr} --seed {seed}"
     options += f" --updates {setting.updates} --weight-decay {DECAY}"
-    options += f" --valid-every {setting.updates // setting.validations}"
+    options += f" --valid-every {setting.valid_every}"
     output = data.parent / f"{run.name}.npy"
     for words in (
         ["train", str(data), *options.split(), *more, "--out", str(run)],
@@ -129,9 +134,7 @@ def loop(values: np.ndarray[Any, Any], seed: int, setting: Setting) -> np.ndarra
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        if (update + 1) % (
-            setting.updates // setting.validations
-        ) == 0:  # the best one is kept, as by the command
+        if (update + 1) % setting.valid_every == 0:  # the best one is kept, as by the command
             with torch.no_grad():
                 error = float((forecast(held_out[0]) - held_out[1]).square().mean())
             if error < best:

@@ -26,6 +26,7 @@ def save(
     net: Carried, optimizer: torch.optim.Optimizer, updates: Updates, done: int, path: Path
 ) -> None:
     """Replace the file in one step; every rank takes part, the first one writes."""
+    # of the module: torch saves weights without the `module.` of a carried net, and moments with it
     weights, moments = get_state_dict(net.module, optimizer, options=WHOLE)
     positions: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(positions, updates.state_dict())

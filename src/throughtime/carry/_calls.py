@@ -415,7 +415,7 @@ def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> St
     method, values = getattr(module, name), {}
     for p in parameters_of(method):
         if p.default is p.empty or "batch" in p.name:
-            size = example.device if p.name == "device" else lanes
-            value = example if INPUT_NAME.fullmatch(p.name) else size
+            other = example.device if p.name == "device" else lanes
+            value = example if INPUT_NAME.fullmatch(p.name) else other
             values[p.name] = None if names_state(p.name) else value
     return method(**values)

@@ -8,7 +8,7 @@ lanes     the inputs and the restart of one lane change no other, and lanes run 
 shape     the state keeps its shape from call to call
 whole     chunks with the state carried give what one call gives
 memory    outputs depend on the state
-credit    gradients flow through the state: chunks give the gradients of one call
+credit    gradients flow through the state: chunks, also long ones, give the gradients of one call
 
 These too, on a module that is called by a convention:
 
@@ -412,8 +412,8 @@ def _own_difference(runs: Runs, x: Any, unit: str) -> float:
     """
     adapter, c = runs.adapter, runs.convention
     parameters = parameters_of(runs.module.forward)
-    needs = any(p.default is p.empty for p in parameters if p.name in c.arguments)
-    is_same, is_said = unit == c.unit, c.start != ZEROS and (needs or isinstance(c.start, tuple))
+    required = any(p.default is p.empty for p in parameters if p.name in c.arguments)
+    is_same, is_said = unit == c.unit, c.start != ZEROS and (required or isinstance(c.start, tuple))
     if c.call or (is_said and is_same and c.start and not c.attributes):
         return 0.0  # the user says it, or the author in a method for that
     x, calls = x if unit == "chunk" else x[:1], list[Any]()
